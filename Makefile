@@ -1,0 +1,40 @@
+# Everything a person runs. Needs python3 (>= 3.11, with venv) and make; the rest is locked in requirements.lock.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check lint types imports tests-all bench protos docs clean
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(READY)          ## collector + simulated fleet with scripted faults; Ctrl-C ends it
+	$(BIN)/fleet demo
+
+test: $(READY)          ## the fast tests
+	$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
+
+check: lint types imports tests-all   ## what CI runs: lint + types + import contracts + every test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+tests-all: $(READY)
+	$(BIN)/pytest -q -n 2 -m "not gpu"
+
+protos: $(READY)        ## regenerate the checked-in protobuf code (own pinned environment)
+	$(PYTHON) protos/generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

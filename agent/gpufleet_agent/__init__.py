@@ -1,0 +1,1 @@
+"""The node: samples its host and streams what it read."""

@@ -1,0 +1,30 @@
+"""Every micro-benchmark, and the columns of table `bench`."""
+
+from gpufleet.metric import Kind, Metric, Type, Unit
+
+_F, _I, _U, _S = Type.F64, Type.I64, Type.U64, Type.STRING
+_K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE
+
+METRICS = (
+    Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID> or node:."),
+    Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one; else empty."),
+    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, memcpy, disk_read."),
+    Metric("version", _S, Unit.TEXT, _K, "Of the bench; another version is another series."),
+    Metric("convention", _S, Unit.TEXT, _K, "What counts as a byte moved: copied_once, read_plus_write, ..."),
+    Metric("params_hash", _S, Unit.TEXT, _K, "Hash of the parameters; other parameters are another series."),
+    Metric("value", _F, Unit.ONE, _G, "The result in `unit`; NULL unless status is ok.", 0, 1e15),
+    Metric("unit", _S, Unit.TEXT, _ST, "Unit of value: GB/s, MHz, TFLOPS, us."),
+    Metric("status", _S, Unit.TEXT, _ST, "ok, preempted, contaminated, skipped, hung, failed or unsupported."),
+    Metric("reason", _S, Unit.TEXT, _ST, "One line when not ok."),
+    Metric("repeats", _U, Unit.COUNT, _G, "Repeats that value is the median of.", 0, 1e6),
+    Metric("spread", _F, Unit.ONE, _G, "Median absolute deviation of the repeats, as a part of value.", 0, 1e6),
+    Metric("seconds", _F, Unit.SECOND, _G, "Time the run took.", 0, 1e6),
+    Metric("gpu_seconds", _F, Unit.SECOND, _G, "Time the card was kept from others.", 0, 1e6),
+    Metric("lease", _S, Unit.TEXT, _ST, "The collector's lease it ran under; empty when scheduled."),
+    Metric("driver", _S, Unit.TEXT, _ST, "Driver version."),
+    Metric("link", _S, Unit.TEXT, _ST, "Link it went over: pcie4x16, ..."),
+    Metric("temperature_c", _F, Unit.CELSIUS, _G, "Of the card afterwards.", -40, 150),
+    Metric("power_w", _F, Unit.WATT, _G, "Of the card afterwards.", 0, 3000),
+    Metric("sm_clock_mhz", _F, Unit.MHZ, _G, "Of the card afterwards.", 0, 5000),
+    Metric("clock_reasons", _U, Unit.BITS, _ST, "Of the card afterwards; bits as in table gpu.", 0, 2**32 - 1),
+)  # fmt: skip

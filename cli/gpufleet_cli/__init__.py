@@ -1,0 +1,1 @@
+"""The on-call: shows what the collector knows."""

@@ -1,0 +1,1 @@
+"""The judge: stores what agents send and says what is wrong."""

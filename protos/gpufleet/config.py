@@ -1,0 +1,48 @@
+"""Read a TOML file into a msgspec struct. Bad input is one line: file, key, what to do."""
+
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text names the file and the key."""
+
+
+def load(path: Path, kind: type[Struct]) -> Struct:
+    """Read `path` as `kind`; a key that `kind` does not know is an error, not a warning.
+
+    Raises:
+        ConfigError: The file is missing, not TOML, or a key is wrong or unknown.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}") from error
+    return parse(text, kind, str(path))
+
+
+def parse(text: bytes, kind: type[Struct], name: str) -> Struct:
+    """Like `load`, on bytes already read; `name` is how errors call them."""
+    try:
+        raw = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from error
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {_plain(str(error))}") from error
+
+
+def _plain(message: str) -> str:
+    """`Object contains unknown field `evry` - at `$.push`` -> `unknown key push.evry`."""
+    what, _, where = message.partition(" - at ")
+    where = where.strip("`").removeprefix("$").lstrip(".")
+    unknown = what.removeprefix("Object contains unknown field ").strip("`")
+    if unknown != what:
+        return f"unknown key {f'{where}.' if where else ''}{unknown}: remove it or correct its name"
+    return f"key {where or '(top level)'}: {what}"
