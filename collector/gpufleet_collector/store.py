@@ -1,7 +1,7 @@
 """The one DuckDB file: opened here, written here, read through cursors from here.
 
-Everything is written inside `transaction()`, one at a time, so that rows, events and the ledger commit together
-and only one place ever alters a table. Reads take a fresh cursor with `reader()`.
+Everything is written inside `transaction()`, one at a time, so that rows, events and the ledger commit
+together and only one place ever alters a table. Reads take a fresh cursor with `reader()`.
 """
 
 import logging
@@ -31,7 +31,7 @@ SQL_TYPES = {
     Type.BOOL: "BOOLEAN",
     Type.STRING: "VARCHAR",
 }
-HEAD = ("ts", "received_at", "node", "boot_id")
+HEAD = {"ts": "TIMESTAMP", "received_at": "TIMESTAMP", "node": "VARCHAR", "boot_id": "VARCHAR"}
 """The columns every probe table begins with."""
 
 
@@ -72,7 +72,9 @@ class Store:
         Raises:
             StoreLocked: Another process has it open.
         """
-        config = {"storage_compatibility_version": "v1.5.0"}  # both majors read it
+        config: dict[str, str | bool | int | float | list[str]] = {
+            "storage_compatibility_version": "v1.5.0"  # both majors read it
+        }
         try:
             connection = duckdb.connect(str(path) if path else ":memory:", config=config)
         except duckdb.IOException as error:
@@ -113,7 +115,7 @@ class Store:
         """Make the probe's table, or add the columns it lacks. Call inside `transaction()`."""
         known = self.tables.get(probe)
         if known is None:
-            head = "ts TIMESTAMP NOT NULL, received_at TIMESTAMP NOT NULL, node VARCHAR NOT NULL, boot_id VARCHAR NOT NULL"
+            head = ", ".join(f"{name} {kind} NOT NULL" for name, kind in HEAD.items())
             body = "".join(f', "{column.name}" {SQL_TYPES[column.type]}' for column in columns)
             write.execute(f'CREATE TABLE live."{probe}" ({head}{body})')
             added = list(columns)
