@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import (
@@ -68,6 +69,12 @@ _MOST_BACKOFF_S = 60.0
 _UNKNOWN_PSTATE = 32
 _ASLEEP = Null(Reason.NOT_READ, "suspended")
 _NO_TEXT = ("", "n/a", "unknown", "none", "[n/a]")
+
+
+@runtime_checkable
+class _Values(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> object: ...
 
 
 class _FailedError(Exception):
@@ -234,7 +241,9 @@ class NvmlGpu:
         if isinstance(answer, Null):
             return dict.fromkeys(_FIELDS.values(), answer)
         found: dict[str, Cell] = dict.fromkeys(_FIELDS.values(), Null(Reason.NOT_READ))
-        for value in answer if hasattr(answer, "__iter__") else ():
+        # an array of ctypes has a length and no iterator
+        values = [answer[place] for place in range(len(answer))] if isinstance(answer, _Values) else []
+        for value in values:
             name = _FIELDS.get(getattr(value, "fieldId", 0))
             if name is None:
                 continue

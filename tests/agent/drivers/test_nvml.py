@@ -60,6 +60,21 @@ def address(slot: int) -> str:
     return f"0000:{slot + 16:02x}:00.0"
 
 
+class Array:
+    """Like an array of ctypes: a length and places, but no iterator."""
+
+    __iter__ = None
+
+    def __init__(self, values: list[object]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int) -> object:
+        return self.values[place]
+
+
 def field(number: int, value: int, kind: int = 3, code: int = 0) -> object:
     """One answer of a batch, in the real binding's structure."""
     made = pynvml.c_nvmlFieldValue_t()
@@ -95,7 +110,7 @@ class Nvml:
             return self.says[name]
         if name == "nvmlDeviceGetFieldValues":
             assert isinstance(args[1], list)
-            return [self.fields.get(one, field(one, 2_000_000_000)) for one in args[1]]
+            return Array([self.fields.get(one, field(one, 2_000_000_000)) for one in args[1]])
         return {
             "nvmlDeviceGetCount": len(self.slots),
             "nvmlDeviceGetHandleByIndex": SimpleNamespace(slot=slot),
@@ -377,7 +392,7 @@ def test_fields_are_read_by_their_type(host: NvmlHost, nvml: Nvml, kind: int, va
 def test_fields_of_a_type_nobody_knows_and_fields_that_do_not_come(host: NvmlHost, nvml: Nvml) -> None:
     odd = pynvml.c_nvmlFieldValue_t()
     odd.fieldId, odd.valueType = 82, 99
-    nvml.says["nvmlDeviceGetFieldValues"] = [odd, field(7, 1)]
+    nvml.says["nvmlDeviceGetFieldValues"] = Array([odd, field(7, 1)])
     row = host.gpus()[0].read("gpu")
     assert row["mem_temperature_c"] == Null(Reason.FAILED, "type 99")
     assert row["hw_brake_s_total"] == Null(Reason.NOT_READ)
