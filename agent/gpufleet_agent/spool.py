@@ -104,7 +104,7 @@ class Spool:
         self._path = path
         self._max_bytes = max_bytes
         self._max_age_us = int(max_age_s * 1e6)
-        self._clock = clock
+        self.clock = clock
         self._lock = lock
         self._db: sqlite3.Connection
         self._next = 1
@@ -239,7 +239,7 @@ class Spool:
 
     def now_us(self) -> int:
         """The spool's clock: time the host was up while it held something, over reboots. Never stepped."""
-        return self._base_us + max(0, self._clock.mono_us())
+        return self._base_us + max(0, self.clock.mono_us())
 
     def stats(self) -> SpoolStats:
         """How full it is."""
@@ -340,9 +340,9 @@ class Spool:
             item.number,
             int(item.event),
             item.put_us,
-            self._clock.boot_id,
-            self._clock.mono_us(),
-            self._clock.wall_us(),
+            self.clock.boot_id,
+            self.clock.mono_us(),
+            self.clock.wall_us(),
             len(item.body),
             zlib.crc32(item.body),
             item.body,
@@ -547,7 +547,7 @@ class Spool:
             put_us, boot_id, mono_us = newest
             if not (isinstance(put_us, int) and isinstance(mono_us, int)):
                 raise _BadFileError("times are no numbers")
-            self._base_us = put_us - mono_us if boot_id == self._clock.boot_id else put_us
+            self._base_us = put_us - mono_us if boot_id == self.clock.boot_id else put_us
 
     def _begin_anew(self, error: Exception) -> None:
         """Keep the broken file under another name and start a new spool with a new id."""
