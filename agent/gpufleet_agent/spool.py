@@ -106,7 +106,7 @@ class Spool:
         self._max_age_us = int(max_age_s * 1e6)
         self.clock = clock
         self._lock = lock
-        self._db: sqlite3.Connection
+        self._db = sqlite3.connect(":memory:")  # until the file is open
         self._next = 1
         self._reserved = 0
         self._count = 0
@@ -133,6 +133,7 @@ class Spool:
         try:
             spool._start()
         except BaseException:
+            spool._db.close()
             os.close(lock)
             raise
         return spool
@@ -514,6 +515,7 @@ class Spool:
 
     def _load(self) -> None:
         """Open the file, check it, and take up counting behind every number it may have given out."""
+        self._db.close()
         self._db = _connect(str(self._path))
         _check(self._db, self._path)
         meta = dict(self._db.execute("select key, value from meta").fetchall())
@@ -567,6 +569,7 @@ class Spool:
     def _in_memory(self, error: Exception) -> None:
         """The disk takes no file at all: go on without one until the next start."""
         log.error("spool %s: %s: batches are kept in memory only", self._path, error)
+        self._db.close()
         self._db = _connect(":memory:")
         self._max_bytes = min(self._max_bytes, MEMORY_BYTES)
         self.spool_id = uuid.uuid4().hex
