@@ -130,11 +130,16 @@ class FakeCollector(pb_grpc.IngestServiceServicer):
 
     @asynccontextmanager
     async def serve(
-        self, address: str = "127.0.0.1:0", options: tuple[tuple[str, int], ...] = ()
+        self,
+        address: str = "127.0.0.1:0",
+        options: tuple[tuple[str, int], ...] = (),
+        credentials: grpc.ServerCredentials | None = None,
     ) -> AsyncIterator[str]:
         server = grpc.aio.server(options=(*options, ("grpc.so_reuseport", 0)))
         pb_grpc.add_IngestServiceServicer_to_server(self, server)
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        )
         await server.start()
         try:
             yield f"127.0.0.1:{port}"
