@@ -1,31 +1,28 @@
-"""What a bench is, and the process that runs one: `python -m gpufleet_agent.bench SETTINGS`, exec'd, one shot.
+"""The process that runs one bench and ends: `python -m gpufleet_agent.bench SETTINGS`.
 
-One bench at a time per host: the process holds a lock file while it runs. Its results go up its standard output
-as one sweep of table `bench`.
+One bench at a time per host: the process holds a lock file while it runs. Its results go up its standard
+output as one sweep of table `bench`.
 """
 
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, Protocol
 
 import msgspec
 
 from gpufleet import log as logs
-from gpufleet.metric import Cell, Null, Reason, Value
+from gpufleet.metric import Cell, Null, Reason
 from gpufleet_agent import pipe
-from gpufleet_agent.drivers import BenchResult, DriverError, Gpu, Host
+from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent.drivers import BenchResult, DriverError, Gpu
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
+from gpufleet_agent.measure import Bench, Place, params_hash
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.progress import SharedProgress
 
@@ -33,48 +30,6 @@ log = logging.getLogger(__name__)
 
 BUSY_LOAD = 0.5
 """Host benches are skipped above this load per core: they would disturb, and measure the disturbance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a bench runs.
-
-    Attributes:
-        host: The open host; None for a bench of the host itself, which needs no driver.
-        gpu: The card, for a bench on cards.
-        state_dir: Where it may keep a file.
-    """
-
-    host: Host | None
-    gpu: Gpu | None
-    state_dir: str
-
-
-class Bench(Protocol):
-    """A module with these names. Another VERSION, convention or PARAMS is another series of results."""
-
-    @property
-    def EVERY(self) -> float:
-        """Default interval, seconds."""
-
-    @property
-    def VERSION(self) -> str:
-        """Of the method."""
-
-    @property
-    def ON(self) -> Literal["host", "gpu"]:
-        """Whether it runs once per host or once per card."""
-
-    @property
-    def CONVENTION(self) -> str:
-        """What counts as a byte moved, and how it is moved."""
-
-    @property
-    def PARAMS(self) -> Mapping[str, Value]:
-        """What it is run with."""
-
-    def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str]:
-        """Measure once: the result, and the convention that was used."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +60,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_bench(settings: Settings, progress: SharedProgress | None = None) -> Sweep:
     """Run one bench on everything it is meant for. Never raises: what goes wrong is a row that says so."""
-    from gpufleet_agent.benches import BENCHES, METRICS  # it needs `Bench` from here
-
     sweep = Sweep("bench", wall_us(), mono_us(), 0.0, "", [], [])
     began = time.perf_counter()
     bench = BENCHES[settings.bench]
@@ -139,7 +92,7 @@ def _run_on_all(
         if settings.entity not in ("", "node:"):
             return []
         why = "another bench runs" if locked_out else _too_busy(settings)
-        return [_measure(settings, bench, Place(None, None, settings.state_dir), "node:", why)]
+        return [measure(settings, bench, Place(None, None, settings.state_dir), "node:", why)]
     host = open_guarded(settings.host, progress, settings.skip)
     rows = []
     for gpu in host.gpus():
@@ -147,11 +100,12 @@ def _run_on_all(
         if settings.entity in ("", entity):
             why = "another bench runs" if locked_out else _card_busy(settings, gpu)
             place = Place(host, gpu, settings.state_dir)
-            rows.append(_measure(settings, bench, place, entity, why) | _after(host, gpu))
+            rows.append(measure(settings, bench, place, entity, why) | after(host, gpu))
     return rows
 
 
-def _measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not: str) -> dict[str, Cell]:
+def measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not: str) -> dict[str, Cell]:
+    """The row of one run on one entity; `why_not` says why it was not run."""
     if why_not:
         return _row(settings, bench, entity, _not_run("skipped", why_not))
     try:
@@ -192,7 +146,7 @@ def _not_run(status: str, why: str) -> BenchResult:
     return BenchResult(status, None, "", why)
 
 
-def _after(host: GuardedHost, gpu: Gpu) -> dict[str, Cell]:
+def after(host: GuardedHost, gpu: Gpu) -> dict[str, Cell]:
     """The card right after the run."""
     driver = host.node().attributes.get("driver_version")
     row: dict[str, Cell] = {"driver": driver} if driver else {}
@@ -226,12 +180,6 @@ def _card_busy(settings: Settings, gpu: Gpu) -> str:
     return f"card is busy: {util:g} %" if isinstance(util, int | float) and util > 0 else ""
 
 
-def params_hash(params: Mapping[str, Value]) -> str:
-    """Names a set of parameters."""
-    text = json.dumps(dict(params), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-
 def _take_lock(path: str) -> int | None:
     """A descriptor that holds the lock; None when another bench has it.
 
@@ -262,6 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from gpufleet_agent import bench as module  # one copy of it, not this one
-
-    module.main()
+    main()

@@ -1,7 +1,7 @@
-"""One child process as the supervisor sees it: exec'd, heard through a pipe, watched through its progress word.
+"""One child process as the supervisor sees it: exec'd, heard through a pipe, watched by its progress word.
 
-Nothing here waits: a child that is stuck in the kernel cannot be killed, and must not be waited for. Its end is
-seen through a pidfd by the event loop.
+Nothing here waits: a child that is stuck in the kernel cannot be killed, and must not be waited for. Its
+end is seen through a pidfd by the event loop.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _READ = 1 << 16
 
 
 def module_command(module: str) -> tuple[str, ...]:
-    """How to run one of our modules as a fresh process; never by fork alone: gRPC's threads do not survive it."""
+    """How to run one of our modules: exec'd, never by fork alone, which gRPC's threads do not survive."""
     return (sys.executable, "-P", "-m", module)
 
 
@@ -129,7 +129,7 @@ class Child:
         return True
 
     def _hear(self) -> bool:
-        """Take a bounded piece of what is in the pipe, so that the loop goes on; False when there was none."""
+        """Take a bounded piece of what is in the pipe, so that the loop goes on; False = there was none."""
         try:
             data = os.read(self._out, _READ)
             for message in self._frames.feed(data):

@@ -1,4 +1,4 @@
-"""`agent.toml`: every key of the agent, its default and its range. Read by `main`, handed to the supervisor."""
+"""`agent.toml`: every key of the agent, its default and its range. Read by `main`."""
 
 import math
 import re
@@ -160,6 +160,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The configured name, else the simulated host's, else the hostname."""
         simulated = self.simulated.node if self.driver == "simulated" else ""
         return self.node or simulated or socket.gethostname()
+
+    @property
+    def node_in_scenario(self) -> str:
+        """Which host of the scenario this agent plays."""
+        return self.simulated.node or self.node_name
 
     def probe(self, name: str) -> Periodic:
         """The settings of one probe."""

@@ -1,9 +1,10 @@
 """What is going on with the cards over time: which are hung, which are lost. Kept in the spool's file.
 
-An episode gives one event when it begins and one when it ends, also when the agent is restarted in between. The
-supervisor asks here what to skip and when to try again.
+An episode gives one event when it begins and one when it ends, also when the agent is restarted in between.
+The supervisor asks here what to skip and when to try again.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ class Hang(msgspec.Struct):
         tries: How often it was tried again.
         next_try_us: CLOCK_BOOTTIME before which it is left alone.
         orphan: Process that may still be stuck in the call; 0 = none.
-        orphan_born: Its start time in /proc, so that a later process of the same number is not mistaken for it.
+        orphan_born: Its start time in /proc: a later process of the same number is another one.
     """
 
     what: str
@@ -109,10 +110,8 @@ class Episodes:
         self._retry_max_s = retry_max_s
         self._clock_us = clock_us
         kept = Kept()
-        try:
+        with contextlib.suppress(msgspec.DecodeError):  # of another version: at worst an event comes twice
             kept = msgspec.json.decode(text or "{}", type=Kept)
-        except msgspec.DecodeError:
-            pass  # episodes of another version: at worst an event comes twice
         self._hung = {hang.what: hang for hang in kept.hung[-_MOST:]}
         self._lost = {card.uuid or card.pci: card for card in kept.lost[-_MOST:]}
         self._cards: dict[str, Card] = {}
@@ -277,7 +276,9 @@ class Episodes:
         before, self._epoch = self._epoch, epochs[0]
         if before is None or self._epoch <= before:
             return []
-        return [happened("driver_reloaded", "node:", "the driver was loaded anew", detail={"epoch": epochs[0]})]
+        return [
+            happened("driver_reloaded", "node:", "the driver was loaded anew", detail={"epoch": epochs[0]})
+        ]
 
     def _lose(self, card: Card, code: str, what: str) -> Event:
         self._lost[card.uuid or card.pci] = LostCard(card.uuid, card.pci)

@@ -1,25 +1,40 @@
-"""The host as the sampler uses it: leaves out the cards that are skipped, and spares those that are lost.
+"""How the agent's children open the host: without the cards that are skipped.
 
 A card whose driver call did not return is not touched again until the supervisor says so; it answers `Hung`
-without being asked. A lost card is asked again only now and then: each try may cost seconds in the driver.
+without being asked.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
 
 from gpufleet.event import Event
 from gpufleet.metric import Row, Value
-from gpufleet_agent.drivers import BenchResult, DriverGone, Gpu, Host, Hung, Item, Link, Lost, Process, Ring
+from gpufleet_agent.drivers import (
+    BenchResult,
+    DriverGone,
+    Gpu,
+    Host,
+    Hung,
+    Item,
+    Link,
+    Process,
+    Progress,
+    Ring,
+)
+from gpufleet_agent.drivers.open import Simulated, open_host
 from gpufleet_agent.pipe import Skip
 
-class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Which simulated host to be.
+
+class SimulatedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """Which simulated host to be; see `drivers.open.Simulated`.
 
     Attributes:
         scenario: Path of the scenario file.
         node: Its name there.
         started_us: Wall clock at the scenario's start, microseconds since the epoch.
-        started_mono_us: CLOCK_BOOTTIME at the same instant: every child, also one started again, is at one time.
+        started_mono_us: CLOCK_BOOTTIME at the same instant, so that all children are at one time.
     """
 
     scenario: str
@@ -33,26 +48,22 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         driver: auto, nvml, none or simulated.
-        root: Where /proc, /sys and /dev are looked for.
+        root: Where /proc and /sys are.
         simulated: For driver = "simulated".
     """
 
     driver: str = "auto"
     root: str = "/"
-    simulated: Simulated | None = None
-
-
-LOST_RETRY_S = 30.0
-"""How often a lost card is asked whether it is back."""
+    simulated: SimulatedNode | None = None
 
 
 class SkippedGpu:
-    """Stands for a card that is not touched. Its uuid and index are those it had when last read."""
+    """Stands for a card that is not touched. Where the driver's list does not name it, it is as last read."""
 
-    def __init__(self, skip: Skip) -> None:
-        self.pci = skip.pci
-        self.uuid = skip.uuid
-        self.index = skip.index
+    def __init__(self, gpu: Gpu, skip: Skip) -> None:
+        self.pci = gpu.pci
+        self.uuid = skip.uuid or gpu.uuid
+        self.index = skip.index if skip.index >= 0 else gpu.index
         self.ring = Ring()
 
     def identity(self) -> Mapping[str, str]:
@@ -72,72 +83,6 @@ class SkippedGpu:
         raise Hung("hung", f"{self.pci} is left alone")
 
 
-class GuardedGpu:
-    """A card that, once lost, is asked again only every `LOST_RETRY_S`."""
-
-    def __init__(self, gpu: Gpu, clock: Callable[[], float]) -> None:
-        self.gpu = gpu
-        self._clock = clock
-        self._lost: Lost | None = None
-        self._ask_again = 0.0
-
-    @property
-    def pci(self) -> str:
-        """`dddd:bb:dd.f`."""
-        return self.gpu.pci
-
-    @property
-    def uuid(self) -> str:
-        """`GPU-...`."""
-        return self.gpu.uuid
-
-    @property
-    def index(self) -> int:
-        """The driver's number today."""
-        return self.gpu.index
-
-    @property
-    def ring(self) -> Ring:
-        """1 Hz values since the last read of the `gpu` probe."""
-        return self.gpu.ring
-
-    def identity(self) -> Mapping[str, str]:
-        """Inventory attributes.
-
-        Raises:
-            Lost, Hung: This card does not answer.
-        """
-        self._spare()
-        try:
-            return self.gpu.identity()
-        except Lost as lost:
-            self._remember(lost)
-            raise
-
-    def read(self, group: str) -> Row:
-        """The metrics of one group.
-
-        Raises:
-            Lost, Hung: This card does not answer.
-        """
-        self._spare()
-        try:
-            return self.gpu.read(group)
-        except Lost as lost:
-            self._remember(lost)
-            raise
-
-    def _spare(self) -> None:
-        if self._lost is not None:
-            if self._clock() < self._ask_again:
-                raise Lost(self._lost.code, str(self._lost))
-            self._lost = None
-
-    def _remember(self, lost: Lost) -> None:
-        self._lost = Lost(lost.code, str(lost))
-        self._ask_again = self._clock() + LOST_RETRY_S
-
-
 class GuardedHost:
     """A host without the cards that are skipped.
 
@@ -145,25 +90,12 @@ class GuardedHost:
         host: The real one.
         skip: Cards not to touch; one with pci "" = no card at all.
         only: The one card to show; None = all.
-        clock: Monotonic seconds.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        skip: Iterable[Skip] = (),
-        only: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, host: Host, skip: Iterable[Skip] = (), only: str | None = None) -> None:
         self._host = host
         self._skip = {one.pci: one for one in skip}
         self._only = only
-        self._clock = clock
-        self._guarded: dict[str, GuardedGpu] = {}
-
-    def unskip(self, pci: str) -> None:
-        """The card may be touched again."""
-        self._skip.pop(pci, None)
 
     @property
     def whole(self) -> bool:
@@ -195,23 +127,16 @@ class GuardedHost:
             DriverGone: No driver answers, or it hung as a whole (code `hung`).
         """
         if "" in self._skip:
-            raise DriverGone("hung", "the driver did not return from a call for no single card")
-        cards = [
-            SkippedGpu(self._skip[gpu.pci]) if gpu.pci in self._skip else self._guard(gpu)
+            raise DriverGone("hung", "a call of the driver for no single card did not return")
+        return [
+            SkippedGpu(gpu, self._skip[gpu.pci]) if gpu.pci in self._skip else gpu
             for gpu in self._host.gpus()
             if self._only is None or gpu.pci == self._only
         ]
-        return cards
-
-    def _guard(self, gpu: Gpu) -> GuardedGpu:
-        guarded = self._guarded.get(gpu.pci)
-        if guarded is None or guarded.gpu is not gpu:
-            guarded = self._guarded[gpu.pci] = GuardedGpu(gpu, self._clock)
-        return guarded
 
     def links(self, gpu: Gpu) -> Sequence[Link]:
         """The card's NVLinks; none of one that is skipped."""
-        return self._host.links(gpu.gpu) if isinstance(gpu, GuardedGpu) else ()
+        return () if isinstance(gpu, SkippedGpu) else self._host.links(gpu)
 
     def pci_devices(self) -> Iterable[Row]:
         """The bus, by sysfs."""
@@ -226,8 +151,8 @@ class GuardedHost:
         return self._host.kernel_log(cursor)
 
     def processes(self) -> Sequence[Process]:
-        """Processes that hold a card; a driver that is skipped is not asked."""
-        return () if self._skip else self._host.processes()
+        """Processes that hold a card; a driver that is skipped as a whole is not asked."""
+        return () if "" in self._skip else self._host.processes()
 
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """A bench that only this driver can run."""
@@ -236,13 +161,21 @@ class GuardedHost:
 
 def open_guarded(
     settings: HostSettings,
-    progress: Progress | None,
-    skip: list[pipe.Skip] | None = None,
+    progress: Progress | None = None,
+    skip: Sequence[Skip] = (),
     only: str | None = None,
 ) -> GuardedHost:
-    """Open the host; the driver is left out when it is skipped as a whole."""
-    skip = skip or []
+    """Open the host; a driver that is skipped as a whole is not even loaded.
+
+    Raises:
+        ConfigError: The scenario cannot be used.
+    """
     driver = settings.driver
-    if any(one.pci == "" for one in skip) and driver != "simulated":
+    if driver != "simulated" and any(one.pci == "" for one in skip):
         driver = "none"
-    return GuardedHost(open_host(driver, Path(settings.root), progress, _simulated(settings, progress)), skip, only)
+    simulated = None
+    if settings.simulated is not None:
+        node = settings.simulated
+        simulated = Simulated(Path(node.scenario), node.node, node.started_us, node.started_mono_us)
+    addresses = [one.pci for one in skip if one.pci]
+    return GuardedHost(open_host(driver, Path(settings.root), progress, simulated, addresses), skip, only)

@@ -1,9 +1,9 @@
 """Keeps a sampler running whatever the drivers do: the supervisor's side of the isolation.
 
-A driver call past its deadline costs its process and nothing else: the child is abandoned, never waited for, and
-a new one leaves out what hung. Each hang makes the next child do less (card, then driver, then probe), so this
-ends. What is left out is tried again, at growing intervals, by a child of its own: another hang then costs the
-running sampler nothing. At most one process per card is ever stuck.
+A driver call past its deadline costs its process and nothing else: the child is abandoned, never waited
+for, and a new one leaves out what hung. Each hang makes the next child do less (card, then driver, then
+probe), so this ends. What is left out is tried again, at growing intervals, by a child of its own: another
+hang then costs the running sampler nothing. At most one process per card is ever stuck.
 """
 
 import logging
@@ -342,10 +342,8 @@ class Isolation:
         event = self._episodes.end_hang(hang.what)
         if event is not None:
             self._report(event)
-        if hang.what and not hang.what.startswith("probe "):
-            self.tell(Command(unskip=hang.what))
-        elif self._sampler is not None:
-            self._sampler.planned = True  # it has no driver, or lacks a probe: a new one has
+        if self._sampler is not None:
+            self._sampler.planned = True  # it leaves out what answers again: a new one does not
             self._sampler.child.leave()
 
 

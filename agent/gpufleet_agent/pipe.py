@@ -1,7 +1,7 @@
 """What the agent's children hand up their pipe, and what the supervisor tells them: framed msgpack.
 
-A frame is a length, a kind and a payload. The children write with blocking writes, so a slow reader slows the
-child down and nothing piles up on either side.
+A frame is a length, a kind and a payload. The children write with blocking writes, so a slow reader slows
+the child down and nothing piles up on either side.
 """
 
 import os
@@ -53,13 +53,11 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         inventory: Read the inventory again.
-        unskip: This card answers again.
         probe: Run this probe every `every_s` seconds from now on.
         every_s: See `probe`.
     """
 
     inventory: bool = False
-    unskip: str | None = None
     probe: str = ""
     every_s: float = 0.0
 

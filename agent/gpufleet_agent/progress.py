@@ -1,7 +1,8 @@
-"""The progress word: which driver call the sampler is in, in shared memory, so that a hang can be named from outside.
+"""The progress word: which driver call the sampler is in, in shared memory, so that a hang can be named.
 
-The sampler writes it (`SharedProgress`), the supervisor reads it (`ProgressView`); the memory is an anonymous file
-whose descriptor the child inherits. A record carries a checksum: one torn by a write in progress is no record.
+The sampler writes it (`SharedProgress`), the supervisor reads it (`ProgressView`); the memory is an
+anonymous file whose descriptor the child inherits. A record carries a checksum: one torn by a write in
+progress is no record.
 """
 
 import mmap

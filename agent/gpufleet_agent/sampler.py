@@ -1,8 +1,8 @@
-"""The sampler: the only process of the agent that talks to drivers. `python -m gpufleet_agent.sampler SETTINGS`.
+"""The sampler, the one process that talks to drivers: `python -m gpufleet_agent.sampler SETTINGS`.
 
-Runs every probe at its own interval on the monotonic clock and hands what it read up its standard output. It says
-in shared memory what it is about to do (`progress`), takes commands from its standard input, and ends when that
-closes, also in the middle of a driver call.
+Runs every probe at its own interval on the monotonic clock and hands what it read up its standard output.
+It says in shared memory what it is about to do (`progress`), takes commands from its standard input, and
+ends when that closes, also in the middle of a driver call.
 """
 
 import logging
@@ -21,7 +21,7 @@ from gpufleet import log as logs
 from gpufleet_agent import pipe
 from gpufleet_agent.drivers import DriverError, Host, Item
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
-from gpufleet_agent.probe import Probe, Sweep, mono_us, run_probe, wall_us
+from gpufleet_agent.probe import Probe, Sweep, run_probe, wall_us
 from gpufleet_agent.probes import PROBES
 from gpufleet_agent.progress import SharedProgress
 
@@ -152,9 +152,7 @@ class Sampler:
         except msgspec.DecodeError as error:
             log.warning("command ignored: %s", error)
             return
-        if command.unskip is not None:
-            self._host.unskip(command.unskip)
-        if command.unskip is not None or command.inventory:
+        if command.inventory:
             self._inventory_wanted = True
         for job in self._jobs:
             if command.every_s > 0 and job.name == f"probe {command.probe}":
@@ -184,7 +182,7 @@ class Sampler:
         return run
 
     def _inventory_if_changed(self, name: str, probe: Probe, sweep: Sweep) -> None:
-        """Read the inventory at the start, on demand, and when the cards, their state or the epoch changed."""
+        """Read the inventory at the start, on demand, and when cards, their state or the epoch changed."""
         keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
         found = (sweep.error, sorted(repr([row[key] for key in keys]) for row in sweep.rows))
         changed = name in self._found and self._found[name] != found
@@ -215,7 +213,7 @@ _BUS_ATTRIBUTES = (
 
 
 def read_inventory(host: GuardedHost) -> pipe.Inventory:
-    """Everything the host is made of. A card that does not answer is left out, and the rest marked incomplete."""
+    """Everything the host is made of. Without a card that does not answer it is marked incomplete."""
     ts_us = wall_us()
     items = [host.node()]
     complete = host.whole

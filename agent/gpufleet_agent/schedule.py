@@ -1,8 +1,8 @@
-"""The agent's periodic work beside sampling: benches, the daily inventory, housekeeping. And the eye on the clock.
+"""The agent's periodic work beside sampling: benches, inventory, housekeeping. And the eye on the clock.
 
-APScheduler runs by the wall clock: a clock stepped back would stop it for the length of the step. So each job's
-next run is also kept on the monotonic clock, and when `ClockWatch` sees a step every job is set anew from that.
-Sampling does not depend on any of this.
+APScheduler runs by the wall clock: a clock stepped back would stop it for the length of the step. So each
+job's next run is also kept on the monotonic clock, and when `ClockWatch` sees a step every job is set anew
+from that. Sampling does not depend on any of this.
 """
 
 import logging
@@ -20,8 +20,8 @@ from gpufleet_agent.probe import mono_us, wall_us
 log = logging.getLogger(__name__)
 
 STEP_S = 0.9
-"""A wall clock that moves by more than this against the monotonic one between two looks was stepped; slewing moves
-it by milliseconds."""
+"""A wall clock that moves by more than this against the monotonic one between two looks was stepped.
+Slewing moves it by milliseconds."""
 
 
 class ClockWatch:
@@ -94,7 +94,13 @@ class Schedule:
             self._scheduler.shutdown(wait=False)
 
     def add(
-        self, name: str, every_s: float, run: Callable[[], Awaitable[None]], *, first_s: float, jitter_s: float
+        self,
+        name: str,
+        every_s: float,
+        run: Callable[[], Awaitable[None]],
+        *,
+        first_s: float,
+        jitter_s: float,
     ) -> None:
         """Run `run` every `every_s` seconds, give or take `jitter_s`, for the first time after `first_s`."""
         job = self._jobs[name] = _Job(every_s, jitter_s, self._clock() + first_s)

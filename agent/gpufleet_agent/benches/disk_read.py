@@ -1,7 +1,7 @@
 """Reading a file in the state directory from its disk, in order, past the page cache. GB/s.
 
-The file is made once and kept. Where the file system has no O_DIRECT the cache is dropped for this file first,
-and the convention says so: the two are different series.
+The file is made once and kept. Where the file system has no O_DIRECT the cache is dropped for this file
+first, and the convention says so: the two are different series.
 """
 
 import errno
@@ -9,12 +9,12 @@ import mmap
 import os
 import time
 from collections.abc import Mapping
-from typing import Literal
 from pathlib import Path
+from typing import Literal
 
 from gpufleet.metric import Value
-from gpufleet_agent.bench import Place
 from gpufleet_agent.drivers import BenchResult
+from gpufleet_agent.measure import Place
 
 EVERY = 6 * 3600.0
 VERSION = "1"

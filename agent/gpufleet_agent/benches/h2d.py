@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from gpufleet.metric import Value
-from gpufleet_agent.bench import Place
 from gpufleet_agent.drivers import BenchResult
+from gpufleet_agent.measure import Place
 
 EVERY = 3600.0
 VERSION = "1"

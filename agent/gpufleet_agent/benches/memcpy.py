@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from gpufleet.metric import Value
-from gpufleet_agent.bench import Place
 from gpufleet_agent.drivers import BenchResult
+from gpufleet_agent.measure import Place
 
 EVERY = 3600.0
 VERSION = "1"
@@ -25,8 +25,8 @@ def run(at: Place, params: Mapping[str, Value]) -> tuple[BenchResult, str]:
     size, best_of = int(params["bytes"]), int(params["best_of"])
     began = time.perf_counter()
     with mmap.mmap(-1, size) as source, mmap.mmap(-1, size) as target:
-        for at in range(0, size, mmap.PAGESIZE):
-            source[at] = 1  # a page never written is the kernel's one page of zeros, and no memory
+        for page in range(0, size, mmap.PAGESIZE):
+            source[page] = 1  # a page never written is the kernel's one page of zeros, and no memory
         with memoryview(source) as reads, memoryview(target) as writes:
             writes[:] = reads
             samples = tuple(
