@@ -38,7 +38,8 @@ EVENT_AGE_FACTOR = 7
 """Batches with events are kept this many times longer than samples; space permitting."""
 
 _SCHEMA = 1
-_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH}
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_NO_SPOOL = {*_BROKEN, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH}
 _CHECK_BYTES = 32 << 20
 
 
@@ -519,7 +520,7 @@ class Spool:
             self._load()
         except (sqlite3.Error, _BadFileError) as error:
             code = _code(error)
-            if code in _BROKEN:
+            if code in _NO_SPOOL:
                 self._begin_anew(error)
             elif code == sqlite3.SQLITE_FULL:
                 self._in_memory(error)
