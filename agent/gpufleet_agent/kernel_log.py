@@ -262,16 +262,18 @@ class Reader:
         folds = self.state.folds
         key = f"{told.kind} {told.entity} {told.code} {same}"[:256]
         fold = folds.get(key)
-        if fold is not None and told.stamp_us - fold.opened_us < FOLD_US:
+        if fold is not None and (fold.count or told.stamp_us - fold.opened_us < FOLD_US):
             fold.first_us = fold.first_us if fold.count else told.stamp_us
             fold.count += told.count
             fold.last = told
             pid = told.detail.get("pid")
             if isinstance(pid, int) and pid not in fold.pids and len(fold.pids) < MAX_PIDS:
                 fold.pids.append(pid)
+            if told.stamp_us - fold.opened_us >= FOLD_US:
+                self._tell_fold(folds.pop(key))
+                folds[key] = Fold(told.stamp_us, self._now.boot_us)
             return
-        if fold is not None:
-            self._tell_fold(folds.pop(key))
+        folds.pop(key, None)
         self._out.append(told)
         folds[key] = Fold(told.stamp_us, self._now.boot_us)
         if len(folds) > MAX_FOLDS:

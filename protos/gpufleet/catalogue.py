@@ -223,7 +223,7 @@ def _check(entry: Entry, where: str) -> None:
 def _explain(what: str, number: int, entry: Entry, version: str) -> str:
     level = SEVERITIES[entry.severity]
     out = [f"{what} {number}" + (f"  {entry.name}" if entry.name else ""), ""]
-    out += wrap(entry.meaning, 78)
+    out += wrap(entry.meaning, 78, break_on_hyphens=False)
     out += [
         "",
         f"severity  {entry.severity} ({f'a finding: {level}' if level else 'no finding'})",

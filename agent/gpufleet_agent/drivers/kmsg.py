@@ -58,9 +58,6 @@ def system_clock() -> Now:
 class _Source(Protocol):
     """Where records come from. `None` = one that is not the kernel's, or cannot be read."""
 
-    seen: bool
-    """Whether it has shown anything: a kernel log is never empty."""
-
     at_end: bool
     """Whether the last `records` ended because there is nothing more, not because it must be waited for."""
 
@@ -135,7 +132,7 @@ class KernelLog:
         self._open(reader)
         if self._source is not None and self._pump(self._source, reader):
             self._drained_boot_us = now.boot_us if self.source == "kmsg" else 0  # the journal lags behind
-            if reader.state.blind and self._source.seen:
+            if reader.state.blind:
                 reader.state.blind = ""
                 reader.note("readable", f"the kernel log can be read ({self.source})")
         events = reader.finish()
@@ -217,8 +214,7 @@ class KernelLog:
             reader.note("position", "the kernel log ends before the stored position: reading on from its end")
         if not source.at_end:
             return False
-        if source.seen:
-            reader.state.learning = False
+        reader.state.learning = False
         return True
 
 
@@ -251,7 +247,6 @@ class _Kmsg:
         self._newest = -1
         self._lost = 0
         self._moved = False
-        self.seen = False
         self.at_end = False
         self._tail = b""
         self._lines: deque[bytes] = deque()
@@ -309,7 +304,6 @@ class _Kmsg:
         if priority < 0 or seq < 0 or stamp < 0:
             return None
         self._newest = max(self._newest, seq)
-        self.seen = True
         if seq < self._expected:
             return None
         self._lost += seq - self._expected
@@ -423,7 +417,7 @@ class _Journal:
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         """The output is at its end: the child is done, or about to be."""
         self._child = None
-        self.at_end = True
+        self.at_end = self.seen
         if child.stdout is not None:
             child.stdout.close()
         try:
