@@ -28,14 +28,14 @@ HOLD_US = 1_000_000
 JOIN_US = 5_000_000
 """The lines of one form come within this time, whatever other lines come between them."""
 
-MAX_FOLDS = 48
+MAX_FOLDS = 32
 MAX_CARDS = 64
 MAX_SERVERS = 64
 MAX_PIDS = 16
 MAX_HALF = 16
 
 MAX_LINE = 2048
-MAX_MESSAGE_BYTES = 1024
+MAX_MESSAGE_BYTES = 512
 MAX_DETAIL_BYTES = 3072
 
 

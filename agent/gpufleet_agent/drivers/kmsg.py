@@ -330,6 +330,7 @@ class _Journal:
         self._state = state
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
+        self._stuck: subprocess.Popen[bytes] | None = None
         self._started_us = -JOURNAL_EVERY_US
         self._tail = b""
         self._lines: deque[bytes] = deque()
@@ -348,10 +349,21 @@ class _Journal:
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
+            self._stop(child)
+
+    def _stop(self, child: subprocess.Popen[bytes]) -> int | None:
+        """End the child; its exit status, or None when it is stuck on a dead disk and cannot be ended yet."""
+        if child.stdout is not None:
+            child.stdout.close()
+        try:
+            return child.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
+        try:
+            return child.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            self._stuck = child
+            return None
 
     def records(self) -> Iterator[Record | None]:
         self.at_end = False
@@ -366,6 +378,9 @@ class _Journal:
         now_us = self._clock().boot_us
         if now_us - self._started_us < JOURNAL_EVERY_US:
             return False
+        if self._stuck is not None and self._stuck.poll() is None:
+            return False  # never a second one beside it
+        self._stuck = None
         self._started_us = now_us
         state = self._state
         # Without a cursor of the journal the stamp tells what is known, whichever source it came from.
@@ -418,13 +433,7 @@ class _Journal:
         """The output is at its end: the child is done, or about to be."""
         self._child = None
         self.at_end = self.seen
-        if child.stdout is not None:
-            child.stdout.close()
-        try:
-            code = child.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
+        code = self._stop(child)
         if code != 0 and self._state.journal and not self._got:
             self._state.journal = ""  # the place is gone (vacuumed): find ours by the stamp next time
         elif not self.seen and not self._state.journal:
