@@ -34,6 +34,10 @@ SQL_TYPES = {
 HEAD = {"ts": "TIMESTAMP", "received_at": "TIMESTAMP", "node": "VARCHAR", "boot_id": "VARCHAR"}
 """The columns every probe table begins with."""
 
+_SEALED = ("enable_external_access = false", "python_enable_replacements = false", "lock_configuration = true")
+"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill folder stay
+open to it; search_path stays settable; NumPy columns come in by `register`, not by the name of a variable."""
+
 
 class StoreLocked(Exception):
     """Another process holds the file; the text says which and what to do."""
@@ -87,6 +91,8 @@ class Store:
             for script in _scripts("schema"):
                 write.execute(script)
             store.tables = _probe_tables(write)
+        for setting in _SEALED:
+            connection.execute(f"SET GLOBAL {setting}")
         return store
 
     @contextmanager
