@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 LIVE = "live,rules"
 """search_path of the judge: hot tables and rule macros."""
 
-PEOPLE = "main"
-"""search_path of people: views."""
+PEOPLE = "main,rules"
+"""search_path of people: views, and the macros they and the rules are made of."""
 
 SQL_TYPES = {
     Type.F64: "DOUBLE",
