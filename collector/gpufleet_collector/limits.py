@@ -1,7 +1,8 @@
 """Thresholds: what the rules' headers say, and what a site, a model or a node says instead.
 
 `compile_limits` writes the result to table `limits`, one row per rule, name, node and model; per rule a view
-`limits_<rule>` shows them as one row per (node, model), which the rule joins. Layers: default < model < site < node.
+`limits_<rule>` shows them as one row per (node, model), which the rule joins.
+Layers: default < model < site < node.
 """
 
 import re
@@ -93,7 +94,7 @@ def check_settings(settings: JudgeSettings, rules: Sequence[Rule]) -> None:
 def layered(
     rule: Rule, settings: JudgeSettings, node: str, model: str
 ) -> Mapping[str, tuple[float, str, str]]:
-    """name -> (value, layer, source) of `rule` for one node and card model."""
+    """Name -> (value, layer, source) of `rule` for one node and card model."""
     out = {name: (limit.value, "default", limit.source) for name, limit in rule.header.limits.items()}
     by_model = _model_scope(settings.model, model)
     layers = [
@@ -114,8 +115,7 @@ def compile_limits(
     pairs: Iterable[tuple[str, str]],
 ) -> None:
     """Write table `limits` anew for these (node, model) pairs. Call inside `Store.transaction()`."""
-    columns: tuple[list[str], list[str], list[str], list[str], list[float], list[str], list[str]]
-    columns = ([], [], [], [], [], [], [])
+    rows: list[tuple[str, str, str, str, float, str, str]] = []
     everyone = sorted(set(pairs))
     for rule in rules:
         same: dict[tuple[str, str], Mapping[str, tuple[float, str, str]]] = {}
@@ -123,17 +123,16 @@ def compile_limits(
             key = (node if node in settings.node else "", model)
             if key not in same:
                 same[key] = layered(rule, settings, node, model)
-            for name, (value, layer, source) in same[key].items():
-                for column, cell in zip(
-                    columns, (rule.name, name, node, model, value, layer, source), strict=True
-                ):
-                    column.append(cell)  # type: ignore[arg-type]
+            rows += [
+                (rule.name, name, node, model, value, layer, source)
+                for name, (value, layer, source) in same[key].items()
+            ]
     write.execute("DELETE FROM live.limits")
     write.execute(
         "INSERT INTO live.limits (rule, name, node, model, value, layer, source) "
         "SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), "
         "unnest(?::DOUBLE[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
-        list(columns),
+        [[row[at] for row in rows] for at in range(7)],
     )
 
 

@@ -1,7 +1,8 @@
 """The rules: `sql/rules/<rule>.sql`, read, checked and put into the store as macros `find_<rule>(as_of)`.
 
-Files that begin with a digit hold macros that rules share. A macro binds its tables when it is made, so all are made
-again after each change of a table; one that cannot be made yet is `n/a: no such probe` and stops no other.
+Files that begin with a digit hold macros that rules share. A macro binds its tables when it is made, so all
+are made again after each change of a table; one that cannot be made yet is `n/a: no such probe` and stops no
+other.
 """
 
 import logging
@@ -29,8 +30,8 @@ _MAKE = "rules,live"
 """search_path while macros are made: they belong to `rules`, they read `live`."""
 
 GPU_COLUMNS = {
-    "gpu_uuid": Type.STRING, "gpu_index": Type.I64, "pci": Type.STRING, "state": Type.STRING, "util_pct": Type.F64,
-    "sm_clock_mhz": Type.F64, "mem_clock_mhz": Type.F64, "power_w": Type.F64, "power_limit_w": Type.F64,
+    "gpu_uuid": Type.STRING, "gpu_index": Type.I64, "pci": Type.STRING, "state": Type.STRING,
+    "util_pct": Type.F64, "sm_clock_mhz": Type.F64, "mem_clock_mhz": Type.F64, "power_w": Type.F64, "power_limit_w": Type.F64,
     "temperature_c": Type.F64, "mem_used_bytes": Type.U64, "mem_total_bytes": Type.U64, "pstate": Type.U64,
     "clock_reasons": Type.U64, "pcie_gen": Type.U64, "pcie_width": Type.U64,
 }  # fmt: skip

@@ -49,32 +49,27 @@ wanted as (
     from expected_at(as_of)
     where coalesce(nullif(uuid, ''), nullif(serial, '')) is not null
 ),
-by_uuid as (
-    select w.*, k.gpu_uuid, k.installed, k.serial as own_serial, k.pci as own_pci, k.slot as own_slot,
-           k.model as own_model, k.gpu_index
-    from wanted w left join known k on k.node = w.node and k.gpu_uuid = w.uuid
-    where w.uuid is not null
-    union all
-    select w.*, k.gpu_uuid, k.installed, k.serial, k.pci, k.slot, k.model, k.gpu_index
-    from wanted w left join known k on k.node = w.node and k.serial = w.serial
-    where w.uuid is null
-)
-select node, coalesce(gpu_uuid, uuid)                                             as gpu_uuid,
-       'gpu:' || coalesce(gpu_uuid, uuid, 'serial/' || coalesce(own_serial, serial)) as entity,
-       coalesce(own_serial, serial)                                               as serial,
-       coalesce(own_pci, pci)                                                     as pci,
-       pci                                                                        as expected_pci,
-       coalesce(own_slot, slot)                                                   as slot,
-       coalesce(own_model, model)                                                 as model,
-       gpu_index,
-       coalesce(installed, false)                                                 as installed,
-       state                                                                      as expectation
-from by_uuid
-union all
-select k.node, k.gpu_uuid, 'gpu:' || k.gpu_uuid, k.serial, k.pci, null, k.slot, k.model, k.gpu_index, true, 'none'
+by_serial as (select * from wanted where uuid is null)
+select coalesce(k.node, w.node)                                 as node,
+       coalesce(k.gpu_uuid, w.uuid)                             as gpu_uuid,
+       'gpu:' || coalesce(k.gpu_uuid, w.uuid)                   as entity,
+       coalesce(k.serial, w.serial)                             as serial,
+       coalesce(k.pci, w.pci)                                   as pci,
+       w.pci                                                    as expected_pci,
+       coalesce(k.slot, w.slot)                                 as slot,
+       coalesce(k.model, w.model)                               as model,
+       k.gpu_index,
+       coalesce(k.installed, false)                             as installed,
+       coalesce(w.state, 'none')                                as expectation
 from known k
-where k.installed
-  and not exists (from by_uuid b where b.node = k.node and coalesce(b.gpu_uuid, b.uuid) = k.gpu_uuid);
+full join (from wanted where uuid is not null) w on w.node = k.node and w.uuid = k.gpu_uuid
+where w.node is not null
+   or k.installed and not exists (from by_serial b where b.node = k.node and b.serial = k.serial)
+union all
+select b.node, k.gpu_uuid, 'gpu:' || coalesce(k.gpu_uuid, 'serial/' || b.serial), b.serial, coalesce(k.pci, b.pci),
+       b.pci, coalesce(k.slot, b.slot), coalesce(k.model, b.model), k.gpu_index, coalesce(k.installed, false), b.state
+from by_serial b
+left join known k on k.node = b.node and k.serial = b.serial;
 
 -- Every node that is expected or has said hello by as_of. expected_gpus is NULL without an expectation.
 create or replace macro node_list(as_of) as table
@@ -137,17 +132,11 @@ trouble as (
     from findings_at(as_of)
     group by node, entity
 ),
-card as (
-    select node, gpu_uuid, entity, serial, pci, expected_pci, slot, model, gpu_index, expectation
-    from card_list(as_of)
-    union all
-    select s.node, s.gpu_uuid, 'gpu:' || s.gpu_uuid, null, s.pci, null, null, null, s.gpu_index, 'none'
-    from sample s
-    where not exists (from card_list(as_of) c where c.node = s.node and c.gpu_uuid = s.gpu_uuid)
-),
 joined as (
-    select c.node, coalesce(s.gpu_index, c.gpu_index) as gpu_index, c.gpu_uuid, c.entity, c.serial,
-           coalesce(s.pci, c.pci) as pci, c.expected_pci, c.slot, c.model, c.expectation,
+    select coalesce(c.node, s.node) as node, coalesce(s.gpu_index, c.gpu_index) as gpu_index,
+           coalesce(c.gpu_uuid, s.gpu_uuid) as gpu_uuid, coalesce(c.entity, 'gpu:' || s.gpu_uuid) as entity, c.serial,
+           coalesce(s.pci, c.pci) as pci, c.expected_pci, c.slot, c.model,
+           coalesce(c.expectation, 'none') as expectation,
            s.* exclude (node, gpu_uuid, gpu_index, pci, state, received_at, arrived_at),
            s.arrived_at as received_at,
            coalesce(s.state, 'none')                                  as presence,
@@ -155,11 +144,12 @@ joined as (
            coalesce(epoch(as_of - s.received_at) <= fresh_s(p.interval_s), false) as fresh,
            coalesce(t.critical, false)                                as critical,
            coalesce(t.findings, [])                                   as findings
-    from card c
-    left join sample s on s.node = c.node and s.gpu_uuid = c.gpu_uuid
+    from card_list(as_of) c
+    full join sample s on s.node = c.node and s.gpu_uuid = c.gpu_uuid
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu' group by node) p
-           on p.node = c.node
-    left join trouble t on t.node = c.node and t.entity = c.entity
+           on p.node = coalesce(c.node, s.node)
+    left join trouble t on t.node = coalesce(c.node, s.node)
+          and t.entity = coalesce(c.entity, 'gpu:' || s.gpu_uuid)
 )
 select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
        case when critical then 'critical'
