@@ -34,7 +34,11 @@ SQL_TYPES = {
 HEAD = {"ts": "TIMESTAMP", "received_at": "TIMESTAMP", "node": "VARCHAR", "boot_id": "VARCHAR"}
 """The columns every probe table begins with."""
 
-_SEALED = ("enable_external_access = false", "python_enable_replacements = false", "lock_configuration = true")
+_SEALED = (
+    "enable_external_access = false",
+    "python_enable_replacements = false",
+    "lock_configuration = true",
+)
 """Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill folder stay
 open to it; search_path stays settable; NumPy columns come in by `register`, not by the name of a variable."""
 

@@ -349,9 +349,9 @@ def quiet() -> Iterator[Store]:
 
 
 _WORDS = """
-    select from where with as ( ) * , ; delete insert copy to into returning t a 1 'x' '/etc/passwd' read_text(
-    union all explain analyze describe -- /* */ $$ " \\ values set pragma attach x.csv range( 3 ) update
-    t set a = 2 drop table create or replace temp macro
+    select from where with as ( ) * , ; delete insert copy to into returning t a 1 'x' '/etc/passwd'
+    read_text( union all explain analyze describe -- /* */ $$ " \\ values set pragma attach x.csv range( 3 )
+    update t set a = 2 drop table create or replace temp macro
 """
 _PIECES = st.sampled_from(_WORDS.split())
 
