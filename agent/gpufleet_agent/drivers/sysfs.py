@@ -73,6 +73,10 @@ class Sysfs:
             and row["bound_driver"] not in ("vfio-pci", "pci-stub")
         )
 
+    def knows_card(self, address: str) -> bool:
+        """Whether the NVIDIA kernel module took the card."""
+        return _exists(self._nvidia / "gpus" / address)
+
     def gpu_uuid(self, address: str) -> Cell:
         """UUID of a card by the NVIDIA kernel module."""
         text = _text(self._nvidia / "gpus" / address / "information")
