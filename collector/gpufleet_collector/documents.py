@@ -319,8 +319,7 @@ def find_card(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Row:
     every = rows(
         read,
         "SELECT node, entity, gpu_uuid, serial, pci, slot, gpu_index, "
-        "row_number() OVER (PARTITION BY node ORDER BY gpu_index, pci) AS place "
-        f"FROM cards_at($now, '{LOOKBACK}')",
+        f"FROM cards_at($now, '{LOOKBACK}') ORDER BY node, gpu_index, pci, entity",
         {"now": now},
     )
     matching = [row for row in every if _is(row, name)] or [row for row in every if _begins(row, name)]
