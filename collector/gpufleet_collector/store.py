@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 LIVE = "live,rules"
 """search_path of the judge: hot tables and rule macros."""
 
-PEOPLE = "main"
-"""search_path of people: views."""
+PEOPLE = "main,rules"
+"""search_path of people: views, and the macros they and the rules are made of."""
 
 SQL_TYPES = {
     Type.F64: "DOUBLE",
@@ -35,6 +35,14 @@ SQL_TYPES = {
 }
 HEAD = {"ts": "TIMESTAMP", "received_at": "TIMESTAMP", "node": "VARCHAR", "boot_id": "VARCHAR"}
 """The columns every probe table begins with."""
+
+_SEALED = (
+    "enable_external_access = false",
+    "python_enable_replacements = false",
+    "lock_configuration = true",
+)
+"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill folder stay
+open to it; search_path stays settable; NumPy columns come in by `register`, not by the name of a variable."""
 
 
 MAX_TABLE_COLUMNS = 1024
@@ -128,6 +136,8 @@ class Store:
             ).fetchall()
             self.reserved = frozenset(name for (name,) in found) - self.tables.keys()
         self.checkpoint()
+        for setting in _SEALED:
+            self._connection.execute(f"SET GLOBAL {setting}")
 
     @contextmanager
     def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
