@@ -323,7 +323,7 @@ def test_inventory_list_and_diff(seed: Seed, run: Run) -> None:
     found = items(run("inventory", "diff", "-o", "json"))
     assert [(item["node"], item["gpu_index"], item["match"]) for item in found] == [
         ("gpu-001", 3, "missing"),
-        ("gpu-002", 7, "unexpected"),
+        ("gpu-002", 7, "extra"),
         ("gpu-003", None, "missing"),
     ]
     assert found[2]["serial"] == "16007003"
