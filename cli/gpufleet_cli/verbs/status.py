@@ -1,0 +1,227 @@
+"""`fleet status`: the 30-second screen. What is wrong, where, since when, and what to type next."""
+
+from collections.abc import Sequence
+
+import click
+
+from gpufleet_cli import render, show
+from gpufleet_cli.client import Client, Json
+from gpufleet_cli.render import Column
+from gpufleet_cli.settings import Settings, options
+
+LINES = 24
+"""The table fits a screen of this height; `-o wide` shows every incident and every node."""
+
+
+@click.command()
+@options
+@click.pass_context
+def status(context: click.Context) -> None:
+    """The fleet on one screen: counters, open incidents, nodes.
+
+    The four counters add up to the expected inventory. Without fresh data the state is `no data`, never ok.
+    """
+    show.show(context, fetch, screen, exit_code)
+
+
+def fetch(client: Client) -> Json:
+    """The document of `GetStatus`."""
+    from gpufleet.v1 import fleet_pb2
+
+    return client.document(client.stub.GetStatus, fleet_pb2.GetStatusRequest())
+
+
+def exit_code(document: Json) -> int:
+    """10, 11 or 12 by the worst card, node or incident; 0 when all is well."""
+    words: list[object] = [incident.get("severity") for incident in render.items(document, "incidents")]
+    for what in ("gpus", "nodes"):
+        for key, word in (("critical", "critical"), ("no_data", "unknown"), ("degraded", "degraded")):
+            if render.count(document, what, key):
+                words.append(word)
+    return show.worst(words)
+
+
+def screen(document: Json, settings: Settings) -> str:
+    """At most `LINES` lines at 80 columns; `wide` shows everything."""
+    wide = settings.output == "wide"
+    limit = render.width()
+    head = [*_counters(document, settings.colored), *_collector(document, limit)]
+    nodes = (
+        _node_table(document, settings.colored) if wide else _node_groups(document, settings.colored, limit)
+    )
+    incidents = render.items(document, "incidents")
+    tail = _next(document)
+    space = LINES - len(head) - len(nodes) - len(tail) - 3
+    shown = incidents if wide else _fitting(incidents, space, min(limit, 80))
+    lines = [*head, *_incident_lines(incidents, shown, settings.colored, limit), *nodes, *tail]
+    return "\n".join(lines)
+
+
+_COUNTS = (("ok", "ok"), ("degraded", "degraded"), ("critical", "critical"), ("unknown", "no_data"))
+
+
+def _counters(document: Json, colored: bool) -> list[str]:
+    """Two lines of four numbers that add up to the expected inventory."""
+    keys = ("gpus", "nodes")
+    digits = [
+        max(len(str(render.count(document, key, field))) for key in keys)
+        for field in ("expected", *(field for _, field in _COUNTS))
+    ]
+    lines = []
+    for title, key in zip(("GPUs ", "nodes"), keys, strict=True):
+        parts = [f"{title} {render.count(document, key, 'expected'):>{digits[0]}} expected"]
+        for (word, field), size in zip(_COUNTS, digits[1:], strict=True):
+            amount = render.count(document, key, field)
+            parts.append(render.paint(f"{render.state(word)} {amount:>{size}}", word, colored and amount > 0))
+        lines.append("   ".join(parts))
+    return lines
+
+
+def _collector(document: Json, limit: int) -> list[str]:
+    parts = []
+    if render.get(document, "data_age_s") is not None:
+        parts.append(f"newest data {render.age(render.get(document, 'data_age_s'))} old")
+    else:
+        parts.append("no data yet")
+    parts.append(f"collector {render.get(document, 'collector', 'version')}")
+    lag = render.get(document, "collector", "lag_s")
+    if lag is not None:
+        parts.append(f"lag {render.number(lag, 1)} s")
+    bare = render.count(document, "nodes", "without_gpus")
+    if bare:
+        parts.append(f"+{bare} node{'s' if bare > 1 else ''} without GPUs")
+    lines = render.wrap_line("   ".join(parts), limit, "  ")
+    if render.get(document, "collector", "warming_up"):
+        lines.append(
+            "! warming up: the collector started a moment ago; nothing fires or clears until agents are back"
+        )
+    paused = render.get(document, "collector", "paused")
+    if paused:
+        lines.append(f"! ingest is paused: {paused}; agents keep their data in their spools")
+    return [part for line in lines for part in render.wrap_line(line, limit, "  ")]
+
+
+def _fitting(incidents: Sequence[render.Json], space: int, limit: int) -> Sequence[render.Json]:
+    """As many as the screen has lines for; the collector sent the worst first."""
+    shown: list[render.Json] = []
+    used = 0
+    for incident in incidents:
+        used += len(_incident(incident, False, limit))
+        if used > space:
+            break
+        shown.append(incident)
+    return shown
+
+
+def _incident_lines(
+    incidents: Sequence[render.Json], shown: Sequence[render.Json], colored: bool, limit: int
+) -> list[str]:
+    if not incidents:
+        return ["", "no open incidents"]
+    crit = sum(1 for incident in incidents if incident.get("severity") == "crit")
+    words = [f"{crit} crit"] if crit else []
+    if len(incidents) > crit:
+        words.append(f"{len(incidents) - crit} warn")
+    lines = ["", f"INCIDENTS  {len(incidents)} open: {', '.join(words)}"]
+    for incident in shown:
+        lines.extend(_incident(incident, colored, limit))
+    hidden = len(incidents) - len(shown)
+    if hidden:
+        lines.append(f"  and {hidden} more: fleet incidents")
+    return lines
+
+
+def _incident(incident: render.Json, colored: bool, limit: int) -> list[str]:
+    """`INC-4 ✖ CRIT 12m  gpu-a03/3  title` and, below it, the numbers and the runbook."""
+    severity = str(incident.get("severity"))
+    place = str(incident.get("place") or incident.get("node"))
+    mark = render.state(severity)
+    since = render.age(incident.get("age_s"))
+    first = f"  {incident.get('id')}  {mark}  {since:>4}  {place}  {incident.get('title')}"
+    lines = render.wrap_line(first, limit, " " * 9)
+    detail = "; ".join(str(part) for part in (incident.get("reason"), _extra(incident)) if part)
+    if detail:
+        lines.extend(render.wrap_line(" " * 9 + detail, limit, " " * 9))
+    if incident.get("action"):
+        lines.extend(render.wrap_line(f"{' ' * 9}do: {incident['action']}", limit, " " * 13))
+    return [render.paint(line, severity, colored) if n == 0 else line for n, line in enumerate(lines)]
+
+
+def _extra(incident: render.Json) -> str:
+    """How many other findings hang on it, and the runbook."""
+    parts = []
+    others = len(render.items(incident, "findings")) - 1
+    if others > 0:
+        parts.append(f"+{others} finding{'s' if others > 1 else ''}")
+    if incident.get("runbook"):
+        parts.append(f"runbook {str(incident['runbook']).rpartition('/')[2].removesuffix('.md')}")
+    return ", ".join(parts)
+
+
+def _node_groups(document: Json, colored: bool, limit: int) -> list[str]:
+    """One line per state, as `sinfo` does: the names are folded."""
+    groups: dict[str, list[render.Json]] = {}
+    bare: list[str] = []
+    for item in render.items(document, "items"):
+        if item.get("has_gpus"):
+            groups.setdefault(str(item.get("state")), []).append(item)
+        else:
+            bare.append(str(item.get("node")))
+    rows = []
+    for word in ("critical", "unknown", "degraded", "ok"):
+        if word in groups:
+            oldest = max(
+                (_age_of(item) for item in groups[word]), key=lambda age: float("inf") if age is None else age
+            )
+            names = render.hostlist(str(item.get("node")) for item in groups[word])
+            rows.append([render.state(word, colored), str(len(groups[word])), render.age(oldest), names])
+    if bare:
+        rows.append(["· without GPUs", str(len(bare)), "", render.hostlist(bare)])
+    if not rows:
+        return ["", "no nodes yet: start fleet-agent on a host, or fleet inventory import FILE.csv"]
+    columns = [
+        Column("NODES"),
+        Column("#", right=True),
+        Column("DATA AGE", right=True),
+        Column("NAMES", fold=True),
+    ]
+    return ["", *render.table(columns, rows, limit)]
+
+
+def _age_of(item: render.Json) -> float | None:
+    found = item.get("age_s")
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _node_table(document: Json, colored: bool) -> list[str]:
+    """One line per node."""
+    columns = [
+        Column("NODE"), Column("STATE"), Column("GPUS", right=True), Column("OK", right=True),
+        Column("DEGRADED", right=True), Column("CRITICAL", right=True), Column("NO DATA", right=True),
+        Column("DATA AGE", right=True), Column("EXPECTATION"), Column("WHY"),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(item.get("node")),
+            render.state(item.get("state"), colored),
+            *(
+                str(render.count(item, "gpus", key))
+                for key in ("expected", "ok", "degraded", "critical", "no_data")
+            ),
+            render.age(item.get("age_s")),
+            str(item.get("expectation") or "none"),
+            str(item.get("reason") or ""),
+        ]
+        for item in render.items(document, "items")
+    ]
+    return ["", *render.table(columns, rows, render.width())] if rows else ["", "no nodes yet"]
+
+
+def _next(document: Json) -> list[str]:
+    """The commands a person would type now."""
+    incidents = render.items(document, "incidents")
+    if incidents:
+        first = incidents[0]
+        return ["", f"next: fleet incidents show {first.get('number')} | fleet node {first.get('node')}"]
+    quiet = [item for item in render.items(document, "items") if item.get("state") != "ok"]
+    return ["", f"next: fleet node {quiet[0].get('node')}"] if quiet else []

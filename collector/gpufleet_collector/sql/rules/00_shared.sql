@@ -1,0 +1,218 @@
+-- What the rules share: who should be there, who is there, and in which state they are.
+-- Tables are named without a schema: the caller's search_path says whether they are live or replayed.
+
+-- The series a bench result belongs to; also the key of its baseline.
+create or replace macro bench_key(bench, version, convention, params_hash, link) as
+    concat_ws('/', bench, coalesce(version, ''), coalesce(convention, ''), coalesce(params_hash, ''), coalesce(link, ''));
+
+-- How long a value stays good: three intervals of its probe, at least 30 s.
+create or replace macro fresh_s(interval_s) as greatest(3 * coalesce(interval_s, 0), 30);
+
+-- The expectation that holds at as_of: a node's newest accepted set, else its learned one.
+-- A node that should have no card is one row without uuid and serial.
+create or replace macro expected_at(as_of) as table
+    select e.node, e.uuid, e.serial, e.pci, e.model, e.slot, e.state, e.set_by, e.set_at, e.reason
+    from expected e
+    join (
+        select node,
+               coalesce(max(set_at) filter (state = 'accepted'), max(set_at))  as set_at,
+               case when bool_or(state = 'accepted') then 'accepted' else 'learned' end as state
+        from expected
+        where set_at <= as_of
+        group by node
+    ) newest using (node, set_at, state);
+
+-- Cards in the hosts at as_of, as their agents said.
+create or replace macro inventory_at(as_of) as table
+    select node, uuid as gpu_uuid, serial, pci, slot, model, gpu_index, valid_from
+    from inventory
+    where kind = 'gpu' and uuid is not null and valid_from <= as_of and (valid_to is null or valid_to > as_of);
+
+-- Every card that is expected or in a host at as_of, once per node. What is known of a card that is gone stays
+-- known. A card expected by serial alone that was never seen has no gpu_uuid.
+create or replace macro card_list(as_of) as table
+with known as (
+    select node, uuid as gpu_uuid,
+           bool_or(valid_to is null or valid_to > as_of)     as installed,
+           max_by(nullif(serial, ''), valid_from)            as serial,
+           max_by(nullif(pci, ''), valid_from)               as pci,
+           max_by(nullif(slot, ''), valid_from)              as slot,
+           max_by(nullif(model, ''), valid_from)             as model,
+           max_by(gpu_index, valid_from)                     as gpu_index
+    from inventory
+    where kind = 'gpu' and uuid is not null and valid_from <= as_of
+    group by node, uuid
+),
+wanted as (
+    select node, nullif(uuid, '') as uuid, nullif(serial, '') as serial, nullif(pci, '') as pci,
+           nullif(model, '') as model, nullif(slot, '') as slot, state
+    from expected_at(as_of)
+    where coalesce(nullif(uuid, ''), nullif(serial, '')) is not null
+),
+by_serial as (select * from wanted where uuid is null)
+select coalesce(k.node, w.node)                                 as node,
+       coalesce(k.gpu_uuid, w.uuid)                             as gpu_uuid,
+       'gpu:' || coalesce(k.gpu_uuid, w.uuid)                   as entity,
+       coalesce(k.serial, w.serial)                             as serial,
+       coalesce(k.pci, w.pci)                                   as pci,
+       w.pci                                                    as expected_pci,
+       coalesce(k.slot, w.slot)                                 as slot,
+       coalesce(k.model, w.model)                               as model,
+       k.gpu_index,
+       coalesce(k.installed, false)                             as installed,
+       coalesce(w.state, 'none')                                as expectation
+from known k
+full join (from wanted where uuid is not null) w on w.node = k.node and w.uuid = k.gpu_uuid
+where w.node is not null
+   or k.installed and not exists (from by_serial b where b.node = k.node and b.serial = k.serial)
+union all
+select b.node, k.gpu_uuid, 'gpu:' || coalesce(k.gpu_uuid, 'serial/' || b.serial), b.serial, coalesce(k.pci, b.pci),
+       b.pci, coalesce(k.slot, b.slot), coalesce(k.model, b.model), k.gpu_index, coalesce(k.installed, false), b.state
+from by_serial b
+left join known k on k.node = b.node and k.serial = b.serial;
+
+-- Every node that is expected or has said hello by as_of. expected_gpus is NULL without an expectation.
+create or replace macro node_list(as_of) as table
+select coalesce(e.node, n.node)           as node,
+       coalesce(e.state, 'none')          as expectation,
+       e.gpus                             as expected_gpus,
+       e.set_at                           as expected_since,
+       n.hello_at, n.agent_version, n.boot_id, n.machine_id, n.claimed,
+       coalesce(n.conflict, '')           as conflict
+from (
+    select node, any_value(state) as state, max(set_at) as set_at,
+           count(*) filter (coalesce(nullif(uuid, ''), nullif(serial, '')) is not null) as gpus
+    from expected_at(as_of)
+    group by node
+) e
+full join (
+    select node, max(hello_at) as hello_at, max_by(agent_version, hello_at) as agent_version,
+           max_by(boot_id, hello_at) as boot_id, max_by(machine_id, hello_at) as machine_id,
+           max_by(claimed, hello_at) as claimed, max_by(conflict, hello_at) as conflict
+    from node
+    where first_seen <= as_of
+    group by node
+) n on n.node = e.node;
+
+-- When each node was last heard, on the collector's clock; NULL = not within lookback.
+create or replace macro heard_at(as_of, lookback) as table
+    select node, max(received_at) as received_at,
+           max_by(offset_s, received_at) filter (lane = 'live') as offset_s
+    from ledger
+    where received_at > as_of - lookback::interval and received_at <= as_of
+    group by node;
+
+-- Findings that count for the state of things at as_of: firing or recovering, of rules that are not in shadow.
+create or replace macro findings_at(as_of) as table
+    select f.*
+    from finding f left join rule r on r.rule = f.rule
+    where not coalesce(r.shadow, false)
+      and f.fired_at <= as_of and (f.resolved_at is null or f.resolved_at > as_of)
+      and f.state <> 'pending';
+
+-- One row per card that is expected or seen: its state, the age of what is known, its last values, its findings.
+create or replace macro cards_at(as_of, lookback) as table
+with newest as (
+    select node, gpu_uuid, max(ts) as ts
+    from gpu_samples()
+    where ts > as_of - lookback::interval and ts <= as_of and gpu_uuid is not null
+    group by node, gpu_uuid
+),
+sample as (
+    select g.* replace (least(g.ts, g.received_at) as received_at), g.received_at as arrived_at
+    from gpu_samples() g
+    join newest n on n.node = g.node and n.gpu_uuid = g.gpu_uuid and n.ts = g.ts
+    where g.ts > as_of - lookback::interval and g.ts <= as_of
+),
+trouble as (
+    select node, entity,
+           bool_or(verdict = 'crit') as critical,
+           list({'id': id, 'rule': rule, 'state': state, 'verdict': verdict, 'code': code, 'reason': reason,
+                 'since': began_at, 'incident': incident} order by verdict, id) as findings
+    from findings_at(as_of)
+    group by node, entity
+),
+joined as (
+    select coalesce(c.node, s.node) as node, coalesce(s.gpu_index, c.gpu_index) as gpu_index,
+           coalesce(c.gpu_uuid, s.gpu_uuid) as gpu_uuid, coalesce(c.entity, 'gpu:' || s.gpu_uuid) as entity, c.serial,
+           coalesce(s.pci, c.pci) as pci, c.expected_pci, c.slot, c.model,
+           coalesce(c.expectation, 'none') as expectation,
+           s.* exclude (node, gpu_uuid, gpu_index, pci, state, received_at, arrived_at),
+           s.arrived_at as received_at,
+           coalesce(s.state, 'none')                                  as presence,
+           epoch(as_of - s.received_at)                               as age_s,
+           coalesce(epoch(as_of - s.received_at) <= fresh_s(p.interval_s), false) as fresh,
+           coalesce(t.critical, false)                                as critical,
+           coalesce(t.findings, [])                                   as findings
+    from card_list(as_of) c
+    full join sample s on s.node = c.node and s.gpu_uuid = c.gpu_uuid
+    left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu' group by node) p
+           on p.node = coalesce(c.node, s.node)
+    left join trouble t on t.node = coalesce(c.node, s.node)
+          and t.entity = coalesce(c.entity, 'gpu:' || s.gpu_uuid)
+)
+select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
+       case when critical then 'critical'
+            when len(findings) > 0 then 'degraded'
+            when not fresh or presence <> 'ok' then 'unknown'
+            else 'ok' end                                             as state,
+       expectation, presence, ts, received_at, age_s,
+       util_pct, sm_clock_mhz, mem_clock_mhz, power_w, power_limit_w, temperature_c, mem_used_bytes, mem_total_bytes,
+       pstate, clock_reasons, pcie_gen, pcie_width,
+       expected_pci is not null and pci <> expected_pci               as moved,
+       findings,
+       if(fresh, []::varchar[], ['stale'])                           as flags
+from joined;
+
+-- One row per node that is expected or known: its state, its cards by state (ok + degraded + critical + no data =
+-- expected), its own findings, when it was last heard.
+create or replace macro nodes_at(as_of, lookback) as table
+with cards as (
+    select node,
+           count(*) filter (expectation <> 'none' and state = 'ok')        as gpus_ok,
+           count(*) filter (expectation <> 'none' and state = 'degraded')  as gpus_degraded,
+           count(*) filter (expectation <> 'none' and state = 'critical')  as gpus_critical,
+           count(*) filter (expectation <> 'none' and state = 'unknown')   as gpus_no_data,
+           count(*) filter (expectation <> 'none')                         as gpus_expected,
+           count(*) filter (expectation = 'none')                          as gpus_extra,
+           max(case state when 'critical' then 3 when 'unknown' then 2 when 'degraded' then 1 else 0 end) as worst,
+           any_value(model)                                                as model
+    from cards_at(as_of, lookback)
+    group by node
+),
+own as (
+    select node,
+           max(case when rule = 'agent_silent' then 0 when verdict = 'crit' then 3 else 1 end) as worst,
+           max(try_cast(json_extract_string(detail, '$.last_heard') as timestamp)) filter (rule = 'agent_silent') as heard_at,
+           list({'id': id, 'rule': rule, 'state': state, 'verdict': verdict, 'code': code, 'reason': reason,
+                 'since': began_at, 'incident': incident} order by verdict, id) as findings
+    from findings_at(as_of)
+    where entity not like 'gpu:%'
+    group by node
+),
+joined as (
+    select n.*, c.* exclude (node, worst), h.offset_s,
+           coalesce(c.worst, 0) as cards_worst, coalesce(o.worst, 0) as own_worst,
+           coalesce(o.findings, []) as findings,
+           greatest(h.received_at, o.heard_at, case when n.hello_at <= as_of then n.hello_at end) as received_at
+    from node_list(as_of) n
+    left join cards c using (node)
+    left join own o using (node)
+    left join heard_at(as_of, lookback) h using (node)
+),
+aged as (
+    select *, epoch(as_of - received_at) as age_s,
+           coalesce(epoch(as_of - received_at) > 90, true) as silent
+    from joined
+)
+select node,
+       case greatest(cards_worst, own_worst, if(silent, 2, 0))
+            when 3 then 'critical' when 2 then 'unknown' when 1 then 'degraded' else 'ok' end as state,
+       expectation, model,
+       coalesce(gpus_expected, 0) as gpus_expected, coalesce(gpus_ok, 0) as gpus_ok,
+       coalesce(gpus_degraded, 0) as gpus_degraded, coalesce(gpus_critical, 0) as gpus_critical,
+       coalesce(gpus_no_data, 0) as gpus_no_data, coalesce(gpus_extra, 0) as gpus_extra,
+       received_at, age_s, silent, hello_at, agent_version, boot_id, machine_id, claimed, conflict, offset_s,
+       findings,
+       if(silent, ['stale'], []::varchar[]) as flags
+from aged;

@@ -1,0 +1,176 @@
+/*
+title         = "Card runs below its clock under load"
+scope         = "gpu"
+every         = "5s"
+for           = "3 of 4"
+clear_after   = "5m"
+boot_grace    = "10m"
+runbook       = "gpu_downclocked"
+
+[for_code]                    # hardware that slows the card is no matter of minutes
+power_brake   = "2 of 2"
+hw_thermal    = "2 of 2"
+
+[limits]
+window_s      = { value = 60,   source = "one verdict per minute" }
+settle_s      = { value = 10,   source = "what a sample may need to arrive" }
+busy_pct      = { value = 90,   source = "own choice: a card this busy is not idle-clocked" }
+busy_share    = { value = 0.8,  source = "own choice: the start or end of a job is not load" }
+warn_ratio    = { value = 0.93, source = "peers under one job differ by less" }
+crit_ratio    = { value = 0.85, source = "a card this slow holds up its job" }
+hw_share      = { value = 0.6,  source = "6 of 10 minutes" }
+*/
+
+-- Two things slow a card down. Hardware (power brake, heat) counts the time it does so: growth in the newest sample
+-- is a bad sample, hw_share of ten minutes is critical. Else the newest whole minute under load is judged: the mean SM
+-- clock of its busy samples against the card's own baseline, or else against the busy cards of its model, those
+-- of its own host first. Idle cards are n/a, the software power cap and clocks set by people are normal.
+create or replace macro find_gpu_downclocked(as_of) as table
+with card as (
+    select c.node, c.entity, c.gpu_uuid, c.model, b.value as own,
+           l.busy_pct, l.busy_share, l.warn_ratio, l.crit_ratio, l.hw_share, l.window_s,
+           floor((epoch(as_of) - l.settle_s) / l.window_s) * l.window_s as until_s
+    from card_list(as_of) c
+    join limits_gpu_downclocked l on l.node = c.node and l.model = coalesce(c.model, '')
+    left join baseline b on b.node = c.node and b.entity = c.entity and b.key = 'sm_clock_busy_mhz'
+                        and b.state in ('accepted', 'frozen') and b.set_at <= as_of
+    where c.gpu_uuid is not null
+),
+recent as (
+    select node, gpu_uuid, ts, boot_id, driver_epoch, state, util_pct, sm_clock_mhz, clock_reasons,
+           power_cap_s_total, hw_brake_s_total, hw_thermal_s_total
+    from gpu
+    where ts > as_of - interval 150 second and ts <= as_of and gpu_uuid is not null
+),
+-- The newest whole minute.
+busy as (
+    select r.node, r.gpu_uuid, r.ts, r.util_pct, r.sm_clock_mhz, r.clock_reasons, r.power_cap_s_total, c.window_s,
+           r.util_pct >= c.busy_pct and r.sm_clock_mhz is not null as busy
+    from recent r join card c on c.node = r.node and c.gpu_uuid = r.gpu_uuid
+    where epoch(r.ts) >= c.until_s - c.window_s and epoch(r.ts) < c.until_s
+),
+minute as (
+    select node, gpu_uuid,
+           count(*)                                    as samples,
+           count(util_pct)                             as utils,
+           count(*) filter (busy)                      as busy,
+           avg(sm_clock_mhz) filter (busy)             as clock,
+           bit_or(clock_reasons) filter (busy)         as reasons,
+           -- 4 software power cap, 2 and 16 and 256 clocks that people or a group of cards have set
+           greatest(count(*) filter (busy and clock_reasons & 278 > 0) / count(*) filter (busy),
+                    (max(power_cap_s_total) - min(power_cap_s_total)) / any_value(window_s)) as set_share,
+           max(ts) filter (busy)                       as busy_at,
+           max(ts)                                     as seen_at
+    from busy
+    group by node, gpu_uuid
+),
+-- Growth of the hardware's own counters; another boot or driver start begins anew.
+newest as (
+    select node, gpu_uuid, boot_id, driver_epoch, max(ts) as ts, max_by(state, ts) as state,
+           max_by(hw_brake_s_total, ts, 2) as brake, max_by(hw_thermal_s_total, ts, 2) as heat
+    from recent
+    group by node, gpu_uuid, boot_id, driver_epoch
+),
+last_sample as (
+    select node, gpu_uuid, max(ts) as ts, max_by(state, ts) as state, max_by(boot_id, ts) as boot_id,
+           max_by(brake[1] - brake[2], ts) as brake_s, max_by(heat[1] - heat[2], ts) as heat_s
+    from newest
+    group by node, gpu_uuid
+),
+growing as (select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0),
+slowed as (
+    select node, gpu_uuid, sum(brake_s) as brake_s, sum(heat_s) as heat_s
+    from (
+        select node, gpu_uuid,
+               max(hw_brake_s_total) - min(hw_brake_s_total)     as brake_s,
+               max(hw_thermal_s_total) - min(hw_thermal_s_total) as heat_s
+        from gpu semi join growing using (node, gpu_uuid)
+        where ts > as_of - interval 10 minute and ts <= as_of
+        group by node, gpu_uuid, boot_id, driver_epoch
+    )
+    group by node, gpu_uuid
+),
+why_null as (
+    select node, entity, max_by(reason, since) as reason
+    from capability
+    where probe = 'gpu' and metric = 'util_pct' and since <= as_of
+    group by node, entity
+),
+loaded as (
+    select node, gpu_uuid, clock from minute join card using (node, gpu_uuid) where busy >= busy_share * samples
+),
+host_peers as (
+    select c.node, c.model, median(l.clock) as clock, count(*) as n
+    from loaded l join card c using (node, gpu_uuid) group by c.node, c.model
+),
+model_peers as (
+    select c.model, median(l.clock) as clock, count(*) as n
+    from loaded l join card c using (node, gpu_uuid) group by c.model
+),
+judged as (
+    select c.*, m.* exclude (node, gpu_uuid), s.ts as newest_at, s.state, s.brake_s, s.heat_s,
+           w.brake_s as brake_10m, w.heat_s as heat_10m, y.reason as why_null,
+           coalesce(c.own, if(h.n >= 5, h.clock, null), if(p.n >= 5, p.clock, null)) as want,
+           case when c.own is not null then 'own baseline' when h.n >= 5 then 'cards of its host'
+                when p.n >= 5 then 'cards of its model' end                as against,
+           coalesce(if(h.n >= 5, h.n, null), p.n, 0)                       as n_peers
+    from card c
+    left join minute m using (node, gpu_uuid)
+    left join last_sample s using (node, gpu_uuid)
+    left join slowed w using (node, gpu_uuid)
+    left join why_null y using (node, entity)
+    left join host_peers h using (node, model)
+    left join model_peers p using (model)
+),
+named as (
+    select *,
+           greatest(brake_10m, heat_10m) / 600                            as hw_10m,
+           clock / want                                                   as ratio,
+           case when newest_at is null                                    then 'no_samples'
+                when brake_s > 0                                          then 'power_brake'
+                when heat_s > 0                                           then 'hw_thermal'
+                when state in ('hung', 'lost')                            then state
+                when samples is null                                      then 'no_samples'
+                when utils = 0 and coalesce(why_null, '') = 'not_supported' then 'no_utilisation'
+                when utils = 0                                            then 'unreadable'
+                when busy = 0 or busy < busy_share * samples              then 'idle'
+                when want is null                                         then 'no_expectation'
+                when clock >= warn_ratio * want                           then 'at_clock'
+                when reasons & 128 > 0                                    then 'power_brake'
+                when reasons & 64 > 0                                     then 'hw_thermal'
+                when reasons & 8 > 0                                      then 'hw_slowdown'
+                when reasons & 32 > 0                                     then 'sw_thermal'
+                when set_share >= 0.5 and reasons & 4 > 0                 then 'power_cap'
+                when set_share >= 0.5                                     then 'clock_set'
+                else 'no_reason' end                                      as code
+    from judged
+)
+select node, entity,
+       case when code in ('no_samples', 'unreadable')                                    then 'unknown'
+            when code in ('hung', 'lost', 'no_utilisation', 'idle', 'no_expectation')    then 'n/a'
+            when code in ('at_clock', 'power_cap', 'clock_set')                          then 'ok'
+            when greatest(brake_s, heat_s) > 0                        then if(hw_10m >= hw_share, 'crit', 'warn')
+            when ratio < crit_ratio                                                      then 'crit'
+            else 'warn' end                                               as verdict,
+       code,
+       if(greatest(brake_s, heat_s) > 0, greatest(brake_10m, heat_10m), clock) as observed,
+       if(greatest(brake_s, heat_s) > 0, 0, want)                         as expected,
+       if(greatest(brake_s, heat_s) > 0, 's', 'MHz')                      as unit,
+       if(greatest(brake_s, heat_s) > 0, newest_at, coalesce(busy_at, seen_at, newest_at)) as evidence_at,
+       case when code = 'no_samples' then 'no samples'
+            when greatest(brake_s, heat_s) > 0
+                 then format('slowed by hardware ({}) for {:.1f} s of the last 10 minutes',
+                             if(code = 'power_brake', 'power brake', 'heat'), greatest(brake_10m, heat_10m))
+            when code in ('hung', 'lost') then 'the card does not answer'
+            when code = 'no_utilisation' then 'utilisation is not available on this card'
+            when code = 'unreadable' then 'utilisation cannot be read'
+            when code = 'idle' then 'not under load'
+            when code = 'no_expectation' then format('{:.0f} MHz under load; no baseline and only {} loaded cards of its model', clock, n_peers)
+            else format('{:.0f} of {:.0f} MHz ({}) over a minute under load{}', clock, want, against,
+                        case code when 'power_brake' then ': power brake' when 'hw_thermal' then ': hardware thermal slowdown'
+                                  when 'hw_slowdown' then ': hardware slowdown' when 'sw_thermal' then ': software thermal slowdown'
+                                  when 'power_cap' then ': at its power limit' when 'clock_set' then ': clocks are set lower'
+                                  when 'no_reason' then ', and the card names no reason' else '' end) end as reason,
+       json_object('own', own, 'against', against, 'n_peers', n_peers, 'reasons', reasons, 'ratio', ratio,
+                   'busy_samples', busy, 'samples', samples, 'brake_s', brake_10m, 'heat_s', heat_10m) as detail
+from named;

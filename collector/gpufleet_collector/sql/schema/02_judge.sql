@@ -1,0 +1,15 @@
+-- Tables the judge keeps about itself.
+
+-- Every rule this collector has, and how its last run went. One row per rule.
+create table if not exists live.rule (
+    rule varchar not null, title varchar not null, scope varchar not null, runbook varchar not null,
+    every_s double not null, "for" varchar not null, clear_after_s double not null,
+    shadow boolean not null,             -- judged and recorded, but changes no state and opens no incident
+    enabled boolean not null,
+    status varchar not null,             -- ok | n/a: no such probe | failed | too slow | disabled
+    error varchar not null,              -- one line; empty when ok
+    run_at timestamp, seconds double,    -- last run
+    ok bigint, warn bigint, crit bigint, unknown bigint, na bigint,      -- entities by verdict in that run
+);
+
+create sequence if not exists live.finding_id;
