@@ -217,7 +217,7 @@ class AmdGpu:
             "mem_used_bytes": files.number("mem_info_vram_used"),
             "mem_total_bytes": files.number("mem_info_vram_total"),
         }
-        metrics = files.raw(files.device / "gpu_metrics")
+        metrics = files.raw("gpu_metrics")
         row["clock_reasons"] = clock_reasons(metrics)
         row["energy_j_total"] = energy_j(metrics)
         if not all(self.ring.values.get(name) for name in _RING):
@@ -433,7 +433,7 @@ class AmdHost(SysfsHost):
         if self._clock() >= self._look_again:
             self._look_again = self._clock() + _LOOK_S
             self._gone = ""
-            if unclaimed(self.sysfs):
+            if _cards_on_bus(self.sysfs, ("",)):
                 self._gone = "driver_failed" if loaded else "driver_not_loaded"
         if self._gone:
             raise DriverGone(self._gone, "AMD cards are on the bus, but amdgpu holds none of them")
@@ -456,31 +456,28 @@ class AmdHost(SysfsHost):
         return found
 
 
-def unclaimed(sysfs: Sysfs) -> tuple[str, ...]:
-    """AMD cards on the bus that no driver took.
+def on_host(sysfs: Sysfs) -> bool:
+    """Whether amdgpu holds a card, or one waits for it."""
+    try:
+        return bool(_cards_on_bus(sysfs, ("", "amdgpu")))
+    except DriverError:
+        return False
+
+
+def _cards_on_bus(sysfs: Sysfs, drivers: Collection[str]) -> list[str]:
+    """AMD cards on the bus that one of these drivers holds; "" = none does.
 
     Raises:
         DriverError: The bus cannot be listed.
     """
-    return tuple(
-        str(row["pci"])
-        for row in sysfs.pci_devices()
-        if row["device_kind"] == "gpu"
-        and row["vendor_id"] == AMD
-        and row["bound_driver"] == ""
-        # what has no PCIe link is the console of a server's board
-        and not (isinstance(row["pcie_gen_max"], Null) and row["pcie_gen_max"].reason is Reason.NOT_SUPPORTED)
-    )
-
-
-def on_host(root: Path) -> bool:
-    """Whether amdgpu is loaded, or cards wait for it."""
-    if (root / "sys/bus/pci/drivers/amdgpu").is_dir():
-        return True
-    try:
-        return bool(unclaimed(Sysfs(root)))
-    except DriverError:
-        return False
+    found: list[str] = []
+    for row in sysfs.pci_devices():
+        if row["device_kind"] == "gpu" and row["vendor_id"] == AMD and row["bound_driver"] in drivers:
+            # what has no PCIe link and no driver is the console of a server's board
+            link = row["pcie_gen_max"]
+            if row["bound_driver"] or not (isinstance(link, Null) and link.reason is Reason.NOT_SUPPORTED):
+                found.append(str(row["pci"]))
+    return found
 
 
 def _link_ends(device: Path) -> tuple[str, str]:

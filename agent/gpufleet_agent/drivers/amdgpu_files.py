@@ -56,16 +56,18 @@ class Files:
 
     def __init__(self, device: Path, progress: Progress) -> None:
         self.device = device
+        self._base = str(device)
+        self._pci = device.name
         self._progress = progress
         self._hwmon: Path | None = None
         self._channels: dict[str, str] = {}
         self._labelled = False
 
-    def raw(self, path: Path) -> bytes | Null:
-        """The file's first page: the driver gives no more in one answer."""
-        self._progress.enter(self.device.name, path.name)
+    def raw(self, name: str) -> bytes | Null:
+        """The first page of a file below the card's directory: the driver gives no more in one answer."""
+        self._progress.enter(self._pci, name.rpartition("/")[2])
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(f"{self._base}/{name}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return os.read(file, _PAGE)
             except PermissionError:
@@ -78,8 +80,8 @@ class Files:
             self._progress.leave()
 
     def text(self, name: str) -> str | Null:
-        """A file below the card's directory."""
-        data = self.raw(self.device / name)
+        """A file that holds text."""
+        data = self.raw(name)
         return data if isinstance(data, Null) else data.decode(errors="replace")
 
     def number(self, name: str) -> Cell:

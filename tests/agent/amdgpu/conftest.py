@@ -1,7 +1,8 @@
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -46,7 +47,7 @@ def grow(text: str, root: Path) -> Path:
         elif kind == "hex":
             path.write_bytes(bytes.fromhex(rest))
         elif kind == "metrics":
-            path.write_bytes(_metrics(*(int(word) for word in words[:3]), words[3:]))
+            path.write_bytes(_metrics(int(words[0]), int(words[1]), int(words[2]), words[3:]))
         elif kind == "=":
             path.write_text(rest.strip().replace("\\n", "\n") + "\n")
         else:
@@ -55,9 +56,10 @@ def grow(text: str, root: Path) -> Path:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Callable[[str], Path]:
-    """The root of a host of tests/fixtures/hosts."""
-    return lambda name: grow((HOSTS / name / "tree.txt").read_text(), tmp_path / name)
+def tree() -> Iterator[Callable[[str], Path]]:
+    """The root of a host of tests/fixtures/hosts; in memory, as sysfs is, where that can be had."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield lambda name: grow((HOSTS / name / "tree.txt").read_text(), Path(folder) / name)
 
 
 @pytest.fixture
