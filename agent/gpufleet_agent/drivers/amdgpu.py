@@ -43,7 +43,7 @@ from gpufleet_agent.drivers.amdgpu_files import (
     read_or_empty,
     shown,
 )
-from gpufleet_agent.drivers.sysfs import Sysfs, SysfsHost
+from gpufleet_agent.drivers.sysfs import SysfsHost
 
 AMD = "1002"
 
@@ -370,6 +370,29 @@ class AmdHost(SysfsHost):
         machine = found.get("machine_id") or found.get("serial") or found.get("hostname", "")
         return hashlib.blake2b(f"{machine} {pci}".encode(), digest_size=8).hexdigest()
 
+    def held(self) -> list[str]:
+        """Addresses of the cards that amdgpu holds.
+
+        Raises:
+            DriverGone: That cannot be read.
+        """
+        return [pci for pci in self._bindings() or () if self.sysfs.kind(pci) == "gpu"]
+
+    def unclaimed(self) -> list[str]:
+        """Addresses of AMD cards that no driver holds.
+
+        Raises:
+            DriverError: The bus cannot be listed.
+        """
+        return [
+            pci
+            for pci in self.sysfs.devices_of(AMD)
+            if self.sysfs.kind(pci) == "gpu"
+            and not link_name(self.devices / pci / "driver")
+            # what has no PCIe link is the console of a server's board
+            and (self.devices / pci / "max_link_speed").exists()
+        ]
+
     def _list(self) -> tuple[AmdGpu, ...]:
         bound = self._bindings()
         if bound is None or not (bound or self._cards):
@@ -433,7 +456,7 @@ class AmdHost(SysfsHost):
         if self._clock() >= self._look_again:
             self._look_again = self._clock() + _LOOK_S
             self._gone = ""
-            if _cards_on_bus(self.sysfs, ("",)):
+            if self.unclaimed():
                 self._gone = "driver_failed" if loaded else "driver_not_loaded"
         if self._gone:
             raise DriverGone(self._gone, "AMD cards are on the bus, but amdgpu holds none of them")
@@ -456,28 +479,13 @@ class AmdHost(SysfsHost):
         return found
 
 
-def on_host(sysfs: Sysfs) -> bool:
+def on_host(root: Path) -> bool:
     """Whether amdgpu holds a card, or one waits for it."""
+    host = AmdHost(root)
     try:
-        return bool(_cards_on_bus(sysfs, ("", "amdgpu")))
+        return bool(host.held() or host.unclaimed())
     except DriverError:
         return False
-
-
-def _cards_on_bus(sysfs: Sysfs, drivers: Collection[str]) -> list[str]:
-    """AMD cards on the bus that one of these drivers holds; "" = none does.
-
-    Raises:
-        DriverError: The bus cannot be listed.
-    """
-    found: list[str] = []
-    for row in sysfs.pci_devices():
-        if row["device_kind"] == "gpu" and row["vendor_id"] == AMD and row["bound_driver"] in drivers:
-            # what has no PCIe link and no driver is the console of a server's board
-            link = row["pcie_gen_max"]
-            if row["bound_driver"] or not (isinstance(link, Null) and link.reason is Reason.NOT_SUPPORTED):
-                found.append(str(row["pci"]))
-    return found
 
 
 def _link_ends(device: Path) -> tuple[str, str]:

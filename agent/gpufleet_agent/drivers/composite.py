@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpufleet.event import Event
 from gpufleet.metric import Row, Value
-from gpufleet_agent.drivers import BenchResult, DriverGone, Gpu, Host, Item, Link, Process
+from gpufleet_agent.drivers import BenchResult, DriverError, Gpu, Host, Item, Link, Process
 
 _PER_DRIVER = ("driver", "driver_version")
 
@@ -57,17 +57,17 @@ class CompositeHost:
             DriverGone: There are cards on the bus, but none in any driver.
         """
         found: list[Gpu] = []
-        gone: DriverGone | None = None
+        trouble: DriverError | None = None
         for host in self._hosts:
             try:
                 cards = host.gpus()
-            except DriverGone as error:
-                gone = gone or error
+            except DriverError as error:
+                trouble = trouble or error
                 continue
             self._owner.update((card.pci, host) for card in cards)
             found.extend(cards)
-        if gone is not None and not found:
-            raise gone
+        if trouble is not None and not found:
+            raise trouble
         return found
 
     def links(self, gpu: Gpu) -> Sequence[Link]:
@@ -106,5 +106,5 @@ class CompositeHost:
 def _has(host: Host, wanted: set[Value | None]) -> bool:
     try:
         return any(card.pci in wanted or card.uuid in wanted for card in host.gpus())
-    except DriverGone:
+    except DriverError:
         return False

@@ -69,7 +69,7 @@ def open_host(
         from gpufleet_agent.drivers.nvml import NvmlHost
 
         hosts.append(NvmlHost(root, progress, skip=skip))
-    if driver == "amdgpu" or (driver == "auto" and amdgpu.on_host(Sysfs(root))):
+    if driver == "amdgpu" or (driver == "auto" and amdgpu.on_host(root)):
         hosts.append(amdgpu.AmdHost(root, progress, skip=skip))
     if not hosts:
         return SysfsHost(root)

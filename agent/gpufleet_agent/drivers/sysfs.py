@@ -73,6 +73,14 @@ class Sysfs:
             and row["bound_driver"] not in ("vfio-pci", "pci-stub")
         )
 
+    def devices_of(self, vendor: str) -> list[str]:
+        """Addresses of a vendor's devices; asks no driver of anything.
+
+        Raises:
+            DriverError: The bus cannot be listed.
+        """
+        return [name for name in self._addresses() if _hex(_text(self._pci / name / "vendor")) == vendor]
+
     def kind(self, address: str) -> str:
         """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
         device = self._pci / address

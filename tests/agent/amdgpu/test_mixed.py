@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpufleet_agent.drivers import DriverGone, Host
+from gpufleet_agent.drivers import DriverError, DriverGone, Host
 from gpufleet_agent.drivers.amdgpu import AmdHost
 from gpufleet_agent.drivers.composite import CompositeHost
 from gpufleet_agent.drivers.nvml import NvmlHost
@@ -120,3 +120,14 @@ def test_what_is_not_there_is_not_said_of_the_driver(tree: Tree) -> None:
     host = CompositeHost((SysfsHost(root), AmdHost(root)))
     assert host.node().attributes["driver"] == "amdgpu 6.7.0"
     assert len(host.gpus()) == 2
+
+
+def test_a_root_without_a_bus_is_no_amd_host(tmp_path: Path) -> None:
+    assert type(open_host("auto", tmp_path)) is SysfsHost
+
+
+def test_trouble_of_one_driver_is_not_the_others(tree: Tree, tmp_path: Path) -> None:
+    amd = AmdHost(tree("amd-mi210"))
+    assert len(CompositeHost((AmdHost(tmp_path), amd)).gpus()) == 2
+    with pytest.raises(DriverError):
+        CompositeHost((AmdHost(tmp_path), SysfsHost(tmp_path))).gpus()
