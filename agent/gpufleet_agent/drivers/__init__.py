@@ -154,7 +154,7 @@ class Gpu(Protocol):
 
 
 class Link(Protocol):
-    """One NVLink of a card."""
+    """One link of a card to other cards, e.g. an NVLink."""
 
     @property
     def number(self) -> int:
@@ -178,7 +178,7 @@ class Host(Protocol):
     def node(self) -> Item:
         """The host itself: entity `node:`; hostname, machine_id, boot_id, kernel, driver, cpu, memory, ...
 
-        `driver` says in words what there is, e.g. "no NVIDIA driver".
+        `driver` says in words what there is, e.g. "amdgpu 6.7.0" or "NVIDIA driver not loaded".
         """
 
     def read(self, group: str) -> Row:
@@ -192,7 +192,7 @@ class Host(Protocol):
         """
 
     def links(self, gpu: Gpu) -> Sequence[Link]:
-        """The card's NVLinks; empty where it has none."""
+        """The card's links to other cards; empty where it has none that can be read."""
 
     def pci_devices(self) -> Iterable[Row]:
         """GPUs, NVSwitches and HCAs on the bus by sysfs, independent of any driver."""

@@ -73,6 +73,33 @@ class Sysfs:
             and row["bound_driver"] not in ("vfio-pci", "pci-stub")
         )
 
+    def devices_of(self, vendor: str) -> list[str]:
+        """Addresses of a vendor's devices; asks no driver of anything.
+
+        Raises:
+            DriverError: The bus cannot be listed.
+        """
+        return [name for name in self._addresses() if _hex(_text(self._pci / name / "vendor")) == vendor]
+
+    def kind(self, address: str) -> str:
+        """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
+        device = self._pci / address
+        return self._kind(device, _hex(_text(device / "vendor")), _hex(_text(device / "class")))
+
+    def present(self, address: str) -> Cell:
+        """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
+        return _present(self._pci / address)
+
+    def link(self, address: str) -> dict[str, Cell]:
+        """`pcie_gen`, `pcie_gen_max`, `pcie_width`, `pcie_width_max` of the device's own link."""
+        device = self._pci / address
+        return {
+            "pcie_gen": _parsed(_text(device / "current_link_speed"), _generation),
+            "pcie_gen_max": _parsed(_text(device / "max_link_speed"), _generation),
+            "pcie_width": _parsed(_text(device / "current_link_width"), _lanes),
+            "pcie_width_max": _parsed(_text(device / "max_link_width"), _lanes),
+        }
+
     def knows_card(self, address: str) -> bool:
         """Whether the NVIDIA kernel module took the card."""
         return _exists(self._nvidia / "gpus" / address)
@@ -163,25 +190,33 @@ class Sysfs:
         else:
             return ""
         # a virtual function is a share of a device that is here already
-        return "" if _exists(device / "physfn") else kind
+        return "" if _exists(device / "physfn") or self._in_processor(device, vendor, group) else kind
+
+    def _in_processor(self, device: Path, vendor: str, group: str) -> bool:
+        """Whether this is the graphics part of an AMD processor, which is no card of a fleet.
+
+        The processor's own devices, of AMD's other vendor number, are further functions of the same slot; and
+        only for these does amdgpu have a north bridge voltage.
+        """
+        if vendor != "1002" or not group.startswith("03"):
+            return False
+        slot = device.name.rpartition(".")[0]
+        functions = (self._pci / f"{slot}.{number}" for number in range(8))
+        if any(_hex(_text(function / "vendor")) == "1022" for function in functions):
+            return True
+        return any(_exists(hwmon / "in1_input") for hwmon in _listed(device / "hwmon"))
 
     def _device(self, device: Path, kind: str, vendor: str) -> Row:
         address = device.name
         status = self.runtime_status(address)
         asleep = status == "suspended"
         present: Cell = _ASLEEP if asleep else _present(device)
-        speeds = ("current_link_speed", "max_link_speed")
-        widths = ("current_link_width", "max_link_width")
-        gen: Cell
-        gen_max: Cell
-        width: Cell
-        width_max: Cell
+        link: Row
         if asleep or present is False:
             nothing = _ASLEEP if asleep else _NO_ANSWER
-            gen, gen_max, width, width_max = (nothing,) * 4
+            link = dict.fromkeys(("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max"), nothing)
         else:
-            gen, gen_max = (_parsed(_text(device / name), _generation) for name in speeds)
-            width, width_max = (_parsed(_text(device / name), _lanes) for name in widths)
+            link = self.link(address)
         module_knows = kind == "gpu" and vendor == NVIDIA
         return {
             "pci": address,
@@ -191,10 +226,7 @@ class Sysfs:
             "present": present,
             "bound_driver": _link(device / "driver"),
             "gpu_uuid": self.gpu_uuid(address) if module_knows else Null(Reason.NOT_SUPPORTED),
-            "pcie_gen": gen,
-            "pcie_gen_max": gen_max,
-            "pcie_width": width,
-            "pcie_width_max": width_max,
+            **link,
             "numa_node": _parsed(_text(device / "numa_node"), _numa),
             "parent": _parent(device),
             "runtime_status": status,
@@ -314,6 +346,13 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def _listed(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []
 
 
 def _plain(text: str | Null) -> str:

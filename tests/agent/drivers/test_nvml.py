@@ -730,7 +730,7 @@ def test_open_host(tree: Tree, scenarios: Path, monkeypatch: pytest.MonkeyPatch)
     assert not [gpu.index for gpu in early.gpus() if _is_lost(gpu)]
     with pytest.raises(ConfigError, match="no node 'gpu-9' in it"):
         open_host("simulated", root, None, replace(which, node="gpu-9"))
-    with pytest.raises(ValueError, match="use one of auto, nvml, simulated, none"):
+    with pytest.raises(ValueError, match="use one of auto, nvml, amdgpu, simulated, none"):
         open_host("cuda")
     with pytest.raises(ValueError, match="which scenario"):
         open_host("simulated")
