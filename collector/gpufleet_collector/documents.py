@@ -488,7 +488,7 @@ def incidents(read: duckdb.DuckDBPyConnection, now: datetime, open_only: bool) -
     found = rows(
         read,
         f"""
-        SELECT i.*, r.runbook
+        SELECT i.*, r.runbook, r.title AS rule_title
         FROM incident i LEFT JOIN rule r ON r.rule = i.cause_rule
         {"WHERE i.state = 'open'" if open_only else ""}
         ORDER BY i.state = 'resolved', i.severity, i.opened_at DESC, i.number DESC
@@ -522,6 +522,7 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         "state": row["state"],
         "severity": row["severity"],
         "title": row["title"],
+        "headline": _headline(row),
         "cause_rule": row["cause_rule"],
         "node": row["node"],
         "entity": row["entity"],
@@ -543,6 +544,12 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
     }
 
 
+def _headline(row: Row) -> str:
+    """The title without the reason, which is shown beside it and may be newer."""
+    title, rule = str(row["title"]), row["rule_title"]
+    return str(rule) if rule and title.startswith(f"{rule}: ") else title
+
+
 def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) -> Document:
     """One incident with findings, log, and what else happened on the node around its opening.
 
@@ -551,7 +558,8 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     """
     found = rows(
         read,
-        "SELECT i.*, r.runbook FROM incident i LEFT JOIN rule r ON r.rule = i.cause_rule WHERE number = ?",
+        "SELECT i.*, r.runbook, r.title AS rule_title FROM incident i "
+        "LEFT JOIN rule r ON r.rule = i.cause_rule WHERE number = ?",
         [min(number, 2**63 - 1)],
     )
     if not found:
