@@ -7,6 +7,7 @@ import msgspec
 
 from gpufleet.config import ConfigError
 from gpufleet.tls import Tls
+from gpufleet_collector.limits import JudgeSettings
 
 
 class IngestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +56,8 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     check_s: float = 1.0
 
 
-class CollectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file.
+class CollectorConfig(JudgeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file; `[judge]`, `[rule]`, `[limit]`, `[model]` and `[node]` are those of `JudgeSettings`.
 
     Attributes:
         listen: Address of agents and of `fleet`; port 0 = any.

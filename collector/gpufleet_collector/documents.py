@@ -11,6 +11,7 @@ from datetime import datetime
 import duckdb
 import msgspec
 
+from gpufleet_collector.inventory import Difference
 from gpufleet_collector.sandbox import plain
 
 Row = dict[str, object]
@@ -319,8 +320,7 @@ def find_card(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Row:
     every = rows(
         read,
         "SELECT node, entity, gpu_uuid, serial, pci, slot, gpu_index, "
-        "row_number() OVER (PARTITION BY node ORDER BY gpu_index, pci) AS place "
-        f"FROM cards_at($now, '{LOOKBACK}')",
+        f"FROM cards_at($now, '{LOOKBACK}') ORDER BY node, gpu_index, pci, entity",
         {"now": now},
     )
     matching = [row for row in every if _is(row, name)] or [row for row in every if _begins(row, name)]
@@ -595,46 +595,50 @@ def _events(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: object) -
 # ---- inventory ----
 
 _INVENTORY = f"""
-    SELECT c.node, c.gpu_uuid, c.serial, c.pci, c.model, c.slot, c.gpu_index, c.expectation, c.presence,
-           c.received_at, c.age_s, l.expected_pci, coalesce(l.installed, true) AS installed,
-           n.expectation AS node_expectation, n.hello_at,
-           CASE WHEN n.expectation = 'none' THEN NULL
-                WHEN c.expectation = 'none' THEN 'unexpected'
-                WHEN c.presence = 'lost' OR (c.presence = 'none' AND NOT coalesce(l.installed, true))
-                    THEN 'missing'
-                WHEN c.moved THEN 'moved'
-                ELSE 'same' END AS match
-    FROM cards_at($now, '{LOOKBACK}') c
-    LEFT JOIN card_list($now) l ON l.node = c.node AND l.entity = c.entity
-    JOIN node_list($now) n ON n.node = c.node
+    SELECT c.node, c.gpu_uuid, c.serial, c.pci, c.model, c.slot, c.gpu_index, c.presence, c.received_at,
+           c.age_s, n.expectation, n.hello_at
+    FROM cards_at($now, '{LOOKBACK}') c JOIN node_list($now) n ON n.node = c.node
+    WHERE $node = '' OR c.node = $node
+    ORDER BY c.node, c.gpu_index, c.pci, c.entity
 """
 
 
-def inventory(read: duckdb.DuckDBPyConnection, now: datetime, node: str, only_differences: bool) -> Document:
+def inventory_list(
+    read: duckdb.DuckDBPyConnection, now: datetime, node: str, differences: Iterable[Difference]
+) -> Document:
     """Every card that is expected or seen, and whether the two agree.
 
     Raises:
         NotFound: `node` is given and no node has that name.
     """
-    parameters: dict[str, object] = {"now": now}
-    conditions = ["true"]
-    if node:
-        if not rows(read, "SELECT 1 FROM node_list($now) WHERE node = $node", {"now": now, "node": node}):
-            raise NotFound(f"no node {node!r}: see fleet node{_similar(read, now, node)}")
-        conditions.append("c.node = $node")
-        parameters["node"] = node
-    if only_differences:
-        conditions.append("match <> 'same'")
-    found = rows(
-        read,
-        f"{_INVENTORY} WHERE {' AND '.join(conditions)} ORDER BY c.node, c.gpu_index, c.pci, c.entity",
-        parameters,
-    )
-    kind = "InventoryDiff" if only_differences else "InventoryList"
-    return document(kind, now, [_inventory_item(row, now) for row in found])
+    if node and not rows(
+        read, "SELECT 1 FROM node_list($now) WHERE node = $node", {"now": now, "node": node}
+    ):
+        raise NotFound(f"no node {node!r}: see fleet node{_similar(read, now, node)}")
+    differ = {(one.node, one.uuid or one.serial): one for one in differences}
+    found = rows(read, _INVENTORY, {"now": now, "node": node})
+    items = [_inventory_item(row, differ.get((str(row["node"]), _identity(row)))) for row in found]
+    return document("InventoryList", now, items)
 
 
-def _inventory_item(row: Row, now: datetime) -> Row:
+def only_differences(whole: Document) -> Document:
+    """The same document without what is as expected, or has no expectation."""
+    items = whole["items"]
+    assert isinstance(items, list)
+    return {
+        **whole,
+        "kind": "InventoryDiff",
+        "items": [one for one in items if one["match"] not in ("same", None)],
+    }
+
+
+def _identity(row: Row) -> str | None:
+    found = row["gpu_uuid"] or row["serial"]
+    return str(found) if found else None
+
+
+def _inventory_item(row: Row, difference: Difference | None) -> Row:
+    match, reason = _match(row, difference)
     age = row["age_s"]
     return {
         "node": row["node"],
@@ -644,22 +648,30 @@ def _inventory_item(row: Row, now: datetime) -> Row:
         "pci": row["pci"],
         "model": row["model"],
         "slot": row["slot"],
-        "expectation": None if row["node_expectation"] == "none" else row["node_expectation"],
-        "match": row["match"],
-        "reason": _why_not_same(row),
+        "expectation": None if row["expectation"] == "none" else row["expectation"],
+        "match": match,
+        "reason": reason,
         "seen_at": iso(row["received_at"]),
         "age_s": round(age, 3) if isinstance(age, float) else None,
     }
 
 
-def _why_not_same(row: Row) -> str | None:
-    match = row["match"]
-    if match == "missing":
-        if row["hello_at"] is None:
-            return "its node has never been heard"
-        return "no longer answers" if row["presence"] == "lost" else "not in the node"
-    if match == "unexpected":
-        return "in the node, not expected there"
-    if match == "moved":
-        return f"expected at {row['expected_pci']}"
-    return None
+def _match(row: Row, difference: Difference | None) -> tuple[str | None, str | None]:
+    """same, missing, extra, moved or replaced, and why; None = nothing is expected of this node."""
+    if row["expectation"] == "none":
+        return None, None
+    if difference is None:
+        if row["presence"] == "lost":
+            return "missing", "the driver lists it, but it no longer answers"
+        return "same", None
+    if difference.kind == "extra":
+        return "extra", "in the node, not expected there"
+    if difference.kind == "moved":
+        return "moved", f"expected at {difference.expected_pci}"
+    if difference.kind == "replaced":
+        return "replaced", f"{difference.replaced_by} sits at its address"
+    if difference.seen_node:
+        return "missing", f"now in {difference.seen_node}"
+    if row["hello_at"] is None:
+        return "missing", "its node has never been heard"
+    return "missing", "not in the node"

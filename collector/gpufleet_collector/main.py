@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,15 @@ from gpufleet.config import ConfigError, load
 from gpufleet.log import setup
 from gpufleet.notify import Notifier
 from gpufleet.tls import check_plain, server_credentials
-from gpufleet.v1 import ingest_pb2_grpc
+from gpufleet.v1 import fleet_pb2_grpc, ingest_pb2_grpc
 from gpufleet.wire import SERVER_OPTIONS
 from gpufleet_collector.config import CollectorConfig, check
+from gpufleet_collector.documents import Health
 from gpufleet_collector.ingest import IngestServicer
+from gpufleet_collector.judge import Judge
+from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.retention import DiskWatch, Retention
+from gpufleet_collector.rules import load_rules
 from gpufleet_collector.state import State
 from gpufleet_collector.store import Store, StoreUnusable
 
@@ -158,6 +163,8 @@ class Collector:
         self.config = config
         self.store = store
         self.state = State()
+        self._rules = load_rules()
+        self.judge = Judge(store, config, rules=self._rules)
         self.port = 0
         """Where it listens, once it does."""
         self._credentials = credentials
@@ -175,11 +182,15 @@ class Collector:
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
+        fleet = FleetServicer(self.store, self._rules, self._health)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         readiness = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(readiness, server)
         self.port = self._bind(server)
         ingest.start()
         await server.start()
+        judging_ends = threading.Event()
+        judging = asyncio.create_task(asyncio.to_thread(self.judge.run_forever, judging_ends))
         self.started.set()
         self.state.set_ready("start", "")
         tasks = [
@@ -199,10 +210,22 @@ class Collector:
             self.state.set_ready("start", "stopping")
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            judging_ends.set()
+            await asyncio.gather(*tasks, judging, return_exceptions=True)
             await ingest.stop()
             await server.stop(1)
             log.info("collector stopped")
+
+    def _health(self) -> Health:
+        """How the collector is, for those who ask."""
+        reason = self.state.not_ready
+        return Health(
+            ready=not reason,
+            reason=reason,
+            lag_s=None,
+            warming_up=self.judge.warming_up,
+            paused=self.state.paused,
+        )
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = self.config.listen

@@ -17,8 +17,9 @@ import msgspec
 
 from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
-from gpufleet_collector import documents, explain, sandbox
+from gpufleet_collector import documents, explain, inventory, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
+from gpufleet_collector.inventory import Difference, InventoryError, Pinned
 from gpufleet_collector.rules import Rule
 from gpufleet_collector.store import LIVE, Store
 
@@ -36,6 +37,7 @@ Build = Callable[[duckdb.DuckDBPyConnection, datetime], Document]
 _STATUS: Mapping[type[Exception], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     Ambiguous: grpc.StatusCode.INVALID_ARGUMENT,
+    InventoryError: grpc.StatusCode.INVALID_ARGUMENT,
     sandbox.Refused: grpc.StatusCode.INVALID_ARGUMENT,
     sandbox.TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
@@ -141,7 +143,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[fleet_pb2.ListInventoryResponse]:
         """Expected beside seen."""
         async for part in self._document(
-            context, lambda read, now: documents.inventory(read, now, request.node, only_differences=False)
+            context,
+            lambda read, now: documents.inventory_list(read, now, request.node, self._differences(now)),
         ):
             yield fleet_pb2.ListInventoryResponse(json=part)
 
@@ -149,22 +152,41 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.DiffInventoryRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.DiffInventoryResponse]:
         """Only what differs."""
-        async for part in self._document(
-            context, lambda read, now: documents.inventory(read, now, request.node, only_differences=True)
-        ):
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            found = documents.inventory_list(read, now, request.node, self._differences(now))
+            return documents.only_differences(found)
+
+        async for part in self._document(context, build):
             yield fleet_pb2.DiffInventoryResponse(json=part)
 
     async def AcceptInventory(
         self, request: fleet_pb2.AcceptInventoryRequest, context: Context
     ) -> fleet_pb2.AcceptInventoryResponse:
-        """Not offered by this version."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this collector cannot accept an inventory")
+        """Pin what is seen now."""
+
+        def work() -> Pinned:
+            nodes = list(request.nodes)
+            return inventory.accept(
+                self._store, nodes, request.author, request.reason, self._now(), context.peer()
+            )
+
+        done = await self._try(context, work)
+        return fleet_pb2.AcceptInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def ImportInventory(
         self, request: fleet_pb2.ImportInventoryRequest, context: Context
     ) -> fleet_pb2.ImportInventoryResponse:
-        """Not offered by this version."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this collector cannot import an inventory")
+        """Pin a delivery list."""
+
+        def work() -> Pinned:
+            return inventory.import_csv(
+                self._store, request.csv, request.baseline_csv, request.author, request.reason, self._now(),
+                context.peer(),
+            )  # fmt: skip
+
+        done = await self._try(context, work)
+        return fleet_pb2.ImportInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def Explain(
         self, request: fleet_pb2.ExplainRequest, context: Context
@@ -196,6 +218,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         for at, chunk in enumerate(answer.chunks, 1):
             last = at == len(answer.chunks)
             yield fleet_pb2.RunSqlResponse(rows_json=chunk, truncated=answer.truncated and last)
+
+    def _differences(self, now: datetime) -> Sequence[Difference]:
+        return inventory.diff(self._store, at=now)
 
     async def _document(self, context: Context, build: Build) -> AsyncIterator[bytes]:
         """Build a document in a thread and give it in pieces; an error becomes a status with one text."""

@@ -30,11 +30,23 @@ _MAKE = "rules,live"
 """search_path while macros are made: they belong to `rules`, they read `live`."""
 
 GPU_COLUMNS = {
-    "gpu_uuid": Type.STRING, "gpu_index": Type.I64, "pci": Type.STRING, "state": Type.STRING,
-    "util_pct": Type.F64, "sm_clock_mhz": Type.F64, "mem_clock_mhz": Type.F64, "power_w": Type.F64, "power_limit_w": Type.F64,
-    "temperature_c": Type.F64, "mem_used_bytes": Type.U64, "mem_total_bytes": Type.U64, "pstate": Type.U64,
-    "clock_reasons": Type.U64, "pcie_gen": Type.U64, "pcie_width": Type.U64,
-}  # fmt: skip
+    "gpu_uuid": Type.STRING,
+    "gpu_index": Type.I64,
+    "pci": Type.STRING,
+    "state": Type.STRING,
+    "util_pct": Type.F64,
+    "sm_clock_mhz": Type.F64,
+    "mem_clock_mhz": Type.F64,
+    "power_w": Type.F64,
+    "power_limit_w": Type.F64,
+    "temperature_c": Type.F64,
+    "mem_used_bytes": Type.U64,
+    "mem_total_bytes": Type.U64,
+    "pstate": Type.U64,
+    "clock_reasons": Type.U64,
+    "pcie_gen": Type.U64,
+    "pcie_width": Type.U64,
+}
 """What the state of a card shows; NULL where no agent has sent the column yet."""
 
 
@@ -61,6 +73,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         boot_grace: Bad evidence this soon after a boot does not count.
         max_severity: The worst it may become.
         latch: Never clears by itself.
+        absence: Judges that something did not arrive; bad verdicts do not count while the collector warms up.
         shadow: Judged and recorded, but changes no state and opens no incident.
         limits: Default thresholds.
     """
@@ -77,6 +90,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     boot_grace: str = "0s"
     max_severity: str = "crit"
     latch: bool = False
+    absence: bool = False
     shadow: bool = False
     limits: dict[str, DefaultLimit] = {}
 

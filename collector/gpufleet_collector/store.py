@@ -42,8 +42,8 @@ _SEALED = (
     "python_enable_replacements = false",
     "lock_configuration = true",
 )
-"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill folder
-stay open to it; search_path stays settable; NumPy columns come in by `register`, not by a variable's name."""
+"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill
+folder stay open; search_path stays settable; NumPy columns come in by `register`, not as variables."""
 
 
 MAX_TABLE_COLUMNS = 1024

@@ -60,7 +60,8 @@ def sql(context: click.Context, query: str, limit: int, max_seconds: float) -> N
     if not query.strip():
         raise click.UsageError("the query is empty")
     _hint_about_files(query)
-    result = ask(settings, query, limit, max_seconds)
+    with Client(settings) as client:
+        result = ask(client, query, limit, max_seconds)
     _PRINT[settings.output](result, settings)
     if result.truncated:
         click.echo(f"cut after {len(result.rows)} rows: narrow the query, or raise --limit", err=True)
@@ -78,7 +79,7 @@ def _hint_about_files(query: str) -> None:
         )
 
 
-def ask(settings: Settings, query: str, limit: int, max_seconds: float) -> Result:
+def ask(client: Client, query: str, limit: int, max_seconds: float) -> Result:
     """Run `query` at the collector.
 
     Raises:
@@ -91,13 +92,12 @@ def ask(settings: Settings, query: str, limit: int, max_seconds: float) -> Resul
     types: list[str] = []
     rows: list[Sequence[object]] = []
     truncated = False
-    with Client(settings) as client:
-        for reply in client.stream(client.stub.RunSql, request, max_seconds + settings.timeout):
-            if reply.columns:
-                columns, types = list(reply.columns), list(reply.types)
-            if reply.rows_json:
-                rows.extend(json.loads(reply.rows_json))
-            truncated = truncated or reply.truncated
+    for reply in client.stream(client.stub.RunSql, request, max_seconds + client.settings.timeout):
+        if reply.columns:
+            columns, types = list(reply.columns), list(reply.types)
+        if reply.rows_json:
+            rows.extend(json.loads(reply.rows_json))
+        truncated = truncated or reply.truncated
     return Result(columns, types, rows, truncated)
 
 

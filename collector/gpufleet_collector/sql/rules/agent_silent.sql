@@ -4,6 +4,7 @@ scope         = "node"
 every         = "5s"
 for           = "1 of 1"
 covers        = "node"
+absence       = true
 runbook       = "agent_silent"
 
 [limits]

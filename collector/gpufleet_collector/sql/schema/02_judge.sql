@@ -11,3 +11,5 @@ create table if not exists live.rule (
     run_at timestamp, seconds double,    -- last run
     ok bigint, warn bigint, crit bigint, unknown bigint, na bigint,      -- entities by verdict in that run
 );
+
+create sequence if not exists live.finding_id;

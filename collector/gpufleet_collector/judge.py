@@ -1,0 +1,431 @@
+"""The judge: every few seconds it runs the rules that are due and makes findings and incidents of them.
+
+Store tables -> `find_<rule>(as_of)` -> findings.step -> incidents -> one transaction with `judge_state`. It
+reads through cursors of its own and writes once per pass, so that ingest hardly waits for it. A rule that
+fails or takes too long is reported and left out of the pass; the others go on.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import duckdb
+
+from gpufleet.config import ConfigError
+from gpufleet_collector import baselines, findings, inventory, views
+from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
+from gpufleet_collector.incidents import Incidents, rank
+from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
+from gpufleet_collector.rules import NO_PROBE, Rule, install, load_rules, one_line, seconds
+from gpufleet_collector.store import LIVE, Store
+
+log = logging.getLogger(__name__)
+
+AWAY = timedelta(seconds=30)
+"""A longer time without a pass means that the collector was away: that time proves nothing."""
+
+KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRun:
+    """One rule in one pass.
+
+    Attributes:
+        status: ok, failed, too slow or "n/a: no such probe".
+        error: One line; empty when ok.
+        counts: Entities by verdict.
+    """
+
+    rule: str
+    status: str
+    error: str
+    seconds: float
+    counts: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class PassReport:
+    """What one pass did."""
+
+    as_of: datetime
+    seconds: float = 0.0
+    warming_up: bool = False
+    runs: list[RuleRun] = field(default_factory=list)
+    fired: list[Finding] = field(default_factory=list)
+    resolved: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rule said that matters: bad verdicts, and ok ones where there is a finding."""
+
+    run: RuleRun
+    verdicts: Sequence[Verdict]
+    gone: frozenset[tuple[str, str]]
+    """Entities with a finding that the rule no longer names."""
+
+
+class Judge:
+    """Runs the rules of one store. One thread calls `run_pass` or `run_forever`."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: JudgeSettings,
+        now: Callable[[], datetime] | None = None,
+        rules: Sequence[Rule] | None = None,
+    ) -> None:
+        """Check the settings, make rules and views, and take up what the last judge left.
+
+        Raises:
+            ConfigError: The settings name a rule or limit that does not exist, or a value is not readable.
+        """
+        self._store = store
+        self._settings = settings
+        self._now = now or _utc_now
+        self._rules = tuple(load_rules() if rules is None else rules)
+        check_settings(settings, self._rules)
+        try:
+            self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
+            self.every_s = seconds(settings.judge.every)
+            self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
+            self._timeout_s = seconds(settings.judge.rule_timeout)
+        except ValueError as error:
+            raise ConfigError(f"[judge] or [rule]: {error}") from error
+        if self.every_s <= 0:
+            raise ConfigError("[judge] every: must be above 0")
+        self._version = -1
+        self._last_pass: datetime | None = None
+        self._shifted: list[Finding] = []
+        self._pairs: object = None
+        self._made: dict[str, str] = {}
+        self._shown: dict[str, tuple[object, ...]] = {}
+        self._warm_until: datetime | None = None
+        self._awaited: set[str] = set()
+        self._waiting_since: datetime | None = None
+        self._first = True
+        self._load()
+        self.prepare()
+
+    @property
+    def warming_up(self) -> bool:
+        """True until the agents that were known before the start are back, at most `judge.warm_up`."""
+        return self._warm_until is not None
+
+    def prepare(self) -> None:
+        """Make macros and views again if a table changed since."""
+        if self._version == self._store.schema_version:
+            return
+        self._version = self._store.schema_version
+        self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
+        views.create(self._store)
+        self._pairs = None
+
+    def run_pass(self, as_of: datetime) -> PassReport:
+        """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
+        as_of = as_of.astimezone(UTC).replace(tzinfo=None) if as_of.tzinfo else as_of
+        started = time.perf_counter()
+        report = PassReport(as_of)
+        self.prepare()
+        inventory.learn(self._store, as_of)
+        with self._store.reader(LIVE) as read:
+            self._compile(read, as_of)
+            self._begin(read, as_of)
+            due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
+            answers = [self._ask(read, rule, as_of) for rule in due]
+            booted = self._boots(read, answers, as_of)
+        report.warming_up = self.warming_up
+        report.runs = [answer.run for answer in answers]
+        try:
+            self._conclude(answers, booted, as_of, report)
+        except BaseException:
+            self._load()  # what is in memory may be ahead of what was stored
+            raise
+        if self._last_pass is None or _slot(as_of, 60) != _slot(self._last_pass, 60):
+            baselines.learn(self._store, as_of)
+        self._last_pass = as_of
+        report.seconds = time.perf_counter() - started
+        return report
+
+    def run_forever(self, stop: threading.Event) -> None:
+        """Run a pass at each multiple of `judge.every` until `stop`; one that fails is logged, not fatal."""
+        failing = ""
+        while not stop.wait(self.every_s - time.time() % self.every_s):
+            try:
+                self.run_pass(self._now())
+                if failing:
+                    log.info("judge: passes work again")
+                failing = ""
+            except Exception as error:  # whatever it is, the next pass may work, and nobody else judges
+                if failing != one_line(error):
+                    failing = one_line(error)
+                    log.exception("judge: a pass failed")
+
+    def _load(self) -> None:
+        with self._store.reader(LIVE) as read:
+            row = read.execute("SELECT max(last_pass_at) FROM judge_state").fetchone()
+            self._last_pass = row[0] if row else None
+            tracked = findings.load(read)
+            self._tracked = {finding.key: finding for finding in tracked}
+            self._incidents = Incidents(self.policies)
+            self._incidents.load(read, tracked, self._last_pass or datetime.min + timedelta(days=1))
+
+    def _is_due(self, policy: Policy, as_of: datetime) -> bool:
+        """Aligned to the clock and to the last stored pass, so that a restart neither skips nor repeats."""
+        if not policy.enabled:
+            return False
+        return self._last_pass is None or _slot(as_of, policy.every_s) != _slot(
+            self._last_pass, policy.every_s
+        )
+
+    def _compile(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
+        """Table `limits` again when a node or card model came or went."""
+        query = (
+            "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+            "UNION SELECT node, '' FROM node_list($at)"
+        )
+        mark = read.execute(f"SELECT count(*), sum(hash(p)) FROM ({query}) p", {"at": as_of}).fetchone()
+        if mark == self._pairs:
+            return
+        pairs = read.execute(query, {"at": as_of}).fetchall()
+        with self._store.transaction() as write:
+            compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs = mark
+
+    def _begin(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
+        """Notice that the collector was away, and wait for the agents that it knew."""
+        last = self._last_pass
+        away = last is not None and as_of - last > AWAY
+        if last is not None and (self._first or away):
+            known = read.execute("SELECT node FROM heard_at(?, '90 seconds')", [last]).fetchall()
+            self._awaited = {row[0] for row in known}
+            self._warm_until, self._waiting_since = as_of + self._warm_up, as_of
+            if away:
+                for finding in self._tracked.values():
+                    if finding.recovering_at is not None:
+                        finding.recovering_at += as_of - last
+                        self._shifted.append(finding)
+        self._first = False
+        if self._warm_until is None or self._waiting_since is None:
+            return
+        back = read.execute("SELECT node FROM heard_at(?, '10 minutes') WHERE received_at > ?",
+                            [as_of, self._waiting_since]).fetchall()  # fmt: skip
+        self._awaited -= {row[0] for row in back}
+        if not self._awaited or as_of >= self._warm_until:
+            self._warm_until = self._waiting_since = None
+            log.info("judge: warmed up, %d known agents are not back", len(self._awaited))
+
+    def _ask(self, read: duckdb.DuckDBPyConnection, rule: Rule, as_of: datetime) -> _Answer:
+        """Run one rule; its trouble stays its own."""
+        started = time.perf_counter()
+        nobody: frozenset[tuple[str, str]] = frozenset()
+        if self._made.get(rule.name):
+            return _Answer(RuleRun(rule.name, NO_PROBE, self._made[rule.name], 0.0, {}), (), nobody)
+        timer = threading.Timer(self._timeout_s, read.interrupt)
+        timer.start()
+        try:
+            counts, verdicts, gone = self._verdicts(read, rule, as_of)
+            status, error = "ok", ""
+            strange = sorted(set(counts) - set(KNOWN))
+            if strange:
+                status, error = "failed", f"verdict {strange[0]!r} is none of {', '.join(KNOWN)}"
+                verdicts, gone = (), nobody
+        except duckdb.InterruptException:
+            status, error = "too slow", f"stopped after {self._timeout_s:g} s"
+            counts, verdicts, gone = {}, (), nobody
+        except duckdb.Error as problem:
+            status, error = "failed", one_line(problem)
+            counts, verdicts, gone = {}, (), nobody
+        finally:
+            timer.cancel()
+        run = RuleRun(rule.name, status, error, time.perf_counter() - started, counts)
+        return _Answer(run, verdicts, gone)
+
+    def _verdicts(
+        self, read: duckdb.DuckDBPyConnection, rule: Rule, as_of: datetime
+    ) -> tuple[dict[str, int], Sequence[Verdict], frozenset[tuple[str, str]]]:
+        tracked = [finding for finding in self._tracked.values() if finding.rule == rule.name]
+        given = [[finding.node for finding in tracked], [finding.entity for finding in tracked]]
+        at = as_of.isoformat(" ")
+        read.execute(f"CREATE OR REPLACE TEMP TABLE said AS SELECT * FROM find_{rule.name}(TIMESTAMP '{at}')")
+        counts = dict(
+            read.execute("SELECT coalesce(verdict, 'NULL'), count(*) FROM said GROUP BY 1").fetchall()
+        )
+        rows = read.execute(
+            "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, reason, "
+            "detail::VARCHAR "
+            "FROM said WHERE verdict IN ('warn', 'crit') OR verdict = 'ok' AND (node, entity) IN "
+            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[]))) ORDER BY node, entity",
+            given,
+        ).fetchall()
+        named = read.execute(
+            "SELECT node, entity FROM said WHERE (node, entity) IN "
+            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
+            given,
+        ).fetchall()
+        gone = frozenset((finding.node, finding.entity) for finding in tracked) - frozenset(named)
+        return counts, [Verdict(*row) for row in rows], gone
+
+    def _boots(
+        self, read: duckdb.DuckDBPyConnection, answers: Sequence[_Answer], as_of: datetime
+    ) -> Mapping[str, datetime]:
+        """When the nodes in trouble booted, as far as they say."""
+        nodes = {
+            verdict.node
+            for answer in answers
+            if self.policies[answer.run.rule].boot_grace
+            for verdict in answer.verdicts
+            if verdict.verdict in BAD
+        }
+        if not nodes or "uptime_s" not in self._store.tables.get("host", {}):
+            return {}
+        rows = read.execute(
+            "SELECT node, max_by(ts - to_seconds(uptime_s), ts) FROM host WHERE ts > $at - INTERVAL 5 MINUTE "
+            "AND ts <= $at AND uptime_s IS NOT NULL AND node IN (SELECT unnest($nodes::VARCHAR[])) "
+            "GROUP BY node",
+            {"at": as_of, "nodes": sorted(nodes)},
+        ).fetchall()
+        return dict(rows)
+
+    def _conclude(
+        self,
+        answers: Sequence[_Answer],
+        booted: Mapping[str, datetime],
+        as_of: datetime,
+        report: PassReport,
+    ) -> None:
+        changes = self._retire(as_of)
+        for answer in answers:
+            policy = self.policies[answer.run.rule]
+            changes += self._take(policy, answer, booted, as_of)
+        changed = {finding.key for finding, _ in changes}
+        changes += [(finding, "seen") for finding in self._shifted if finding.key not in changed]
+        self._shifted = []
+        changes.sort(key=lambda change: self._order(*change))
+        with self._store.transaction() as write:
+            fresh = [finding for finding, _ in changes if finding.id == 0]
+            for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
+                finding.id = number
+            for finding, change in changes:
+                self._incidents.take(finding, change, as_of)
+            dropped = [finding for finding, change in changes if change == "dropped"]
+            kept = {finding.id: finding for finding, change in changes if change != "dropped"}
+            kept.update(self._incidents.moved)
+            findings.drop(write, dropped)
+            findings.save(write, list(kept.values()), as_of)
+            self._incidents.save(write)
+            self._report_rules(write, answers, as_of)
+            write.execute("DELETE FROM live.judge_state")
+            write.execute("INSERT INTO live.judge_state VALUES (?)", [as_of])
+        self._incidents.forget(as_of)
+        for finding, change in changes:
+            if change in ("dropped", "resolved"):
+                self._tracked.pop(finding.key, None)
+        report.fired = [finding for finding, change in changes if change == "fired"]
+        report.resolved = [finding for finding, change in changes if change == "resolved"]
+        for finding, change in changes:
+            if change in ("fired", "worse", "resolved"):
+                log.info(
+                    "%s %s %s: %s (%s)", finding.node, finding.entity, finding.rule, change, finding.reason
+                )
+
+    def _retire(self, as_of: datetime) -> list[tuple[Finding, str]]:
+        """End findings of rules that are gone or switched off."""
+        changes = []
+        for finding in self._tracked.values():
+            policy = self.policies.get(finding.rule)
+            if policy is None or not policy.enabled:
+                changes.append((finding, self._end(finding, "the rule no longer runs", as_of)))
+        return changes
+
+    def _take(
+        self, policy: Policy, answer: _Answer, booted: Mapping[str, datetime], as_of: datetime
+    ) -> list[tuple[Finding, str]]:
+        changes: list[tuple[Finding, str]] = []
+        for verdict in answer.verdicts:
+            bad = verdict.verdict in BAD
+            if bad and (self._too_early(policy, verdict, booted) or (policy.absence and self.warming_up)):
+                continue
+            finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
+            if finding is not None:
+                change = findings.step(policy, finding, verdict, as_of)
+            elif bad and verdict.evidence_at is not None:
+                finding, change = findings.begin(policy, verdict, as_of)
+                self._tracked[finding.key] = finding
+            else:
+                continue
+            if change:
+                changes.append((finding, change))
+        for node, entity in sorted(answer.gone):
+            finding = self._tracked[(policy.rule, node, entity)]
+            changes.append(
+                (finding, self._end(finding, "no longer judged: not expected and not there", as_of))
+            )
+        return changes
+
+    @staticmethod
+    def _too_early(policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
+        boot = booted.get(verdict.node)
+        return (
+            boot is not None
+            and verdict.evidence_at is not None
+            and boot - timedelta(seconds=5) <= verdict.evidence_at < boot + policy.boot_grace
+        )
+
+    @staticmethod
+    def _end(finding: Finding, cause: str, as_of: datetime) -> str:
+        if finding.state == "pending":
+            return "dropped"
+        findings.resolve(finding, cause, as_of)
+        return "resolved"
+
+    def _order(self, finding: Finding, change: str) -> tuple[int, int, str, str, str]:
+        """Causes before effects, so that one pass opens one incident."""
+        policy = self.policies.get(finding.rule)
+        place = rank(policy, finding.entity) if policy else 9
+        return (0 if change == "fired" else 1, place, finding.node, finding.entity, finding.rule)
+
+    def _report_rules(
+        self, write: duckdb.DuckDBPyConnection, answers: Sequence[_Answer], as_of: datetime
+    ) -> None:
+        """Table `rule`: rewritten when a status or count changed, and once a minute."""
+        runs = {answer.run.rule: answer.run for answer in answers}
+        minute = _slot(as_of, 60)
+        for rule in self._rules:
+            policy, run = self.policies[rule.name], runs.get(rule.name)
+            if run is None and policy.enabled:
+                continue
+            status = run.status if run else "disabled"
+            counts = [run.counts.get(verdict, 0) if run else None for verdict in KNOWN]
+            shown = (status, run.error if run else "", *counts, minute)
+            before = self._shown.get(rule.name)
+            if before == shown:
+                continue
+            if run and status != "ok" and (before is None or before[0] != status):
+                log.warning("rule %s: %s: %s", rule.name, status, run.error)
+            elif before is not None and before[0] not in ("ok", "disabled") and status == "ok":
+                log.info("rule %s: works", rule.name)
+            self._shown[rule.name] = shown
+            write.execute("DELETE FROM live.rule WHERE rule = ?", [rule.name])
+            write.execute(
+                "INSERT INTO live.rule VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    rule.name, policy.title, policy.scope, policy.runbook, policy.every_s,
+                    f"{policy.need.k} of {policy.need.n}", policy.clear_after.total_seconds(),
+                    policy.shadow, policy.enabled, status, run.error if run else "", as_of,
+                    run.seconds if run else None, *counts,
+                ],
+            )  # fmt: skip
+
+
+def _slot(at: datetime, every_s: float) -> int:
+    return math.floor((at - datetime(1970, 1, 1)).total_seconds() / every_s)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC).replace(tzinfo=None)

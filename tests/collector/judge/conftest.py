@@ -1,0 +1,328 @@
+"""A small fleet written straight into the store, as agents and ingest would have, and a judge over it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+import pytest
+
+from gpufleet.metric import Metric
+from gpufleet_agent import benches
+from gpufleet_agent.probes import agent, gpu, host, pci
+from gpufleet_collector.judge import Judge, PassReport
+from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.store import LIVE, Column, Store
+
+START = datetime(2026, 3, 1, 12, 0, 0)
+H100 = "NVIDIA H100 80GB HBM3"
+PROBES: dict[str, tuple[Metric, ...]] = {
+    "gpu": gpu.METRICS,
+    "pci": pci.METRICS,
+    "host": host.METRICS,
+    "agent": agent.METRICS,
+    "bench": benches.METRICS,
+}
+
+Cell = float | int | str | bool | datetime | None
+Row = Mapping[str, Cell]
+
+
+def columns(metrics: Sequence[Metric]) -> list[Column]:
+    return [
+        Column(m.name, m.type, str(m.unit), m.kind.name.lower(), m.help, m.low, m.high, m.rollup)
+        for m in metrics
+    ]
+
+
+def put(store: Store, table: str, rows: Sequence[Row]) -> None:
+    """Insert rows of one shape."""
+    if rows:
+        names = list(rows[0])
+        marks = ", ".join("?" for _ in names)
+        with store.transaction() as write:
+            write.executemany(
+                f"INSERT INTO live.{table} ({', '.join(names)}) VALUES ({marks})",
+                [[row[name] for name in names] for row in rows],
+            )
+
+
+@dataclass
+class Card:
+    node: str
+    index: int
+    uuid: str
+    serial: str
+    pci: str
+    model: str = H100
+    util: float | None = 95.0
+    clock: float = 1950.0
+    reasons: int = 0
+    brake_s: float = 0.0
+    heat_s: float = 0.0
+    cap_s: float = 0.0
+    state: str = "ok"
+    listed: bool = True
+    on_bus: bool = True
+
+    @property
+    def entity(self) -> str:
+        return f"gpu:{self.uuid}"
+
+
+@dataclass
+class Node:
+    name: str
+    cards: list[Card]
+    up: bool = True
+    driver_error: str = ""
+    offset_s: float = 0.0
+    boot_id: str = "boot-1"
+    booted_at: datetime = START - timedelta(days=3)
+    sent: int = 0
+
+
+@dataclass
+class Fleet:
+    """Nodes that send what their fields say, every five seconds, as long as they are up."""
+
+    store: Store
+    at: datetime = START
+    nodes: dict[str, Node] = field(default_factory=dict)
+    each_tick: Callable[["Fleet"], None] = lambda fleet: None
+
+    def add(self, name: str, gpus: int = 8, expect: str | None = "accepted", hello: bool = True) -> Node:
+        cards = [
+            Card(name, n, f"GPU-{name}-{n}", f"16500{len(self.nodes):02}{n:02}", f"0000:{0x10 + n:02x}:00.0")
+            for n in range(gpus)
+        ]
+        node = self.nodes[name] = Node(name, cards)
+        since = self.at - timedelta(hours=1)
+        if hello:
+            self.hello(node, since)
+        if expect:
+            rows: list[Row] = [
+                {
+                    "node": name,
+                    "uuid": card.uuid,
+                    "serial": card.serial,
+                    "pci": card.pci,
+                    "model": card.model,
+                    "state": expect,
+                    "set_by": "test",
+                    "set_at": since,
+                    "reason": "",
+                }
+                for card in cards
+            ] or [{"node": name, "state": expect, "set_by": "test", "set_at": since, "reason": ""}]
+            put(self.store, "expected", rows)
+        return node
+
+    def hello(self, node: Node, since: datetime) -> None:
+        put(
+            self.store,
+            "node",
+            [
+                {
+                    "node": node.name,
+                    "claimed": node.name,
+                    "machine_id": f"machine-{node.name}",
+                    "boot_id": node.boot_id,
+                    "spool_id": "s",
+                    "agent_version": "1.0",
+                    "conflict": "",
+                    "first_seen": since,
+                    "hello_at": self.at,
+                }
+            ],
+        )
+        put(
+            self.store,
+            "probe",
+            [
+                {"node": node.name, "probe": probe, "interval_s": every}
+                for probe, every in (("gpu", 5.0), ("pci", 60.0))
+            ],
+        )
+        put(
+            self.store,
+            "inventory",
+            [{"node": node.name, "entity": "node:", "kind": "node", "attributes": "{}", "valid_from": since}],
+        )
+        for card in node.cards:
+            self.install(card, since)
+
+    def install(self, card: Card, since: datetime) -> None:
+        put(
+            self.store,
+            "inventory",
+            [
+                {
+                    "node": card.node,
+                    "entity": card.entity,
+                    "kind": "gpu",
+                    "uuid": card.uuid,
+                    "serial": card.serial,
+                    "pci": card.pci,
+                    "model": card.model,
+                    "gpu_index": card.index,
+                    "attributes": "{}",
+                    "valid_from": since,
+                }
+            ],
+        )
+
+    def run(self, seconds: float, judge: Judge | None = None) -> list[PassReport]:
+        """Let time go by; with a judge, a pass after every tick."""
+        reports = []
+        until = self.at + timedelta(seconds=seconds)
+        while self.at < until:
+            self.at += timedelta(seconds=5)
+            self.each_tick(self)
+            self.send()
+            if judge:
+                reports.append(judge.run_pass(self.at))
+        return reports
+
+    def send(self) -> None:
+        """One tick of every node that is up."""
+        gpus: list[Row] = []
+        runs: list[Row] = []
+        bus: list[Row] = []
+        hosts: list[Row] = []
+        ledger: list[Row] = []
+        for node in (node for node in self.nodes.values() if node.up):
+            head: dict[str, Cell] = {
+                "ts": self.at,
+                "received_at": self.at,
+                "node": node.name,
+                "boot_id": node.boot_id,
+            }
+            node.sent += 1
+            rows = [] if node.driver_error else [card for card in node.cards if card.listed]
+            gpus += [{**head, **_sample(card)} for card in rows]
+            ok = not node.driver_error
+            runs.append(head | {"probe": "gpu", "ok": ok, "error": node.driver_error, "rows": len(rows)})
+            if (self.at - START).total_seconds() % 60 == 0 or node.sent == 1:
+                here = [card for card in node.cards if card.on_bus]
+                bus += [head | {"pci": card.pci, "device_kind": "gpu", "present": True} for card in here]
+                runs.append(head | {"probe": "pci", "ok": True, "error": "", "rows": len(here)})
+            hosts.append(head | {"uptime_s": (self.at - node.booted_at).total_seconds()})
+            ledger.append(
+                {
+                    "node": node.name,
+                    "spool_id": "s",
+                    "number": node.sent,
+                    "digest": "d",
+                    "boot_id": node.boot_id,
+                    "received_at": self.at,
+                    "offset_s": node.offset_s,
+                    "lane": "live",
+                    "rows": 1,
+                }
+            )
+        for table, batch in (
+            ("gpu", gpus),
+            ("agent", runs),
+            ("pci", bus),
+            ("host", hosts),
+            ("ledger", ledger),
+        ):
+            put(self.store, table, batch)
+
+    def bench(self, entity: str, node: str, value: float | None, status: str = "ok", **more: Cell) -> None:
+        row: dict[str, Cell] = {
+            "ts": self.at,
+            "received_at": self.at,
+            "node": node,
+            "boot_id": "boot-1",
+            "entity": entity,
+            "peer": "",
+            "bench": "h2d",
+            "version": "1",
+            "convention": "copied_once",
+            "params_hash": "ab12",
+            "value": value,
+            "unit": "GB/s",
+            "status": status,
+            "repeats": 5,
+            "spread": 0.001,
+            "link": "pcie5x16",
+            "driver": "580",
+        }
+        put(self.store, "bench", [row | more])
+
+    def sql(self, query: str, *given: Cell) -> list[tuple[Cell, ...]]:
+        with self.store.reader(LIVE) as read:
+            return read.execute(query, list(given)).fetchall()
+
+    def find(self, rule: str, entity: str = "node:", node: str = "") -> tuple[str, str, datetime | None, str]:
+        """(verdict, code, evidence_at, reason) of one entity now."""
+        rows = self.sql(
+            f"SELECT verdict, code, evidence_at, reason FROM find_{rule}(TIMESTAMP '{self.at}') "
+            "WHERE entity = ? AND (node = ? OR ? = '')",
+            entity,
+            node,
+            node,
+        )
+        assert len(rows) == 1, rows
+        verdict, code, evidence_at, reason = rows[0]
+        assert evidence_at is None or isinstance(evidence_at, datetime)
+        return str(verdict), str(code), evidence_at, str(reason)
+
+    def findings(self, rule: str = "") -> list[tuple[Cell, ...]]:
+        """(node, entity, state, verdict, code) of every finding that is not resolved."""
+        return self.sql(
+            "SELECT node, entity, state, verdict, code FROM finding WHERE state <> 'resolved' "
+            "AND (rule = ? OR ? = '') ORDER BY node, entity",
+            rule,
+            rule,
+        )
+
+    def incidents(self) -> list[tuple[Cell, ...]]:
+        """(number, cause_rule, node, entity, state, severity)."""
+        return self.sql(
+            "SELECT number, cause_rule, node, entity, state, severity FROM incident ORDER BY number"
+        )
+
+
+def _sample(card: Card) -> Row:
+    key: dict[str, Cell] = {
+        "gpu_uuid": card.uuid,
+        "gpu_index": card.index,
+        "pci": card.pci,
+        "state": card.state,
+        "driver_epoch": 1,
+    }
+    values: dict[str, Cell] = {
+        "util_pct": card.util,
+        "sm_clock_mhz": card.clock,
+        "clock_reasons": card.reasons,
+        "power_w": 600.0,
+        "hw_brake_s_total": card.brake_s,
+        "hw_thermal_s_total": card.heat_s,
+        "power_cap_s_total": card.cap_s,
+        "temperature_c": 60.0,
+    }
+    if card.state != "ok":
+        values = dict.fromkeys(values)
+    return key | values
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    opened = Store.open(None)
+    with opened.transaction() as write:
+        for probe, metrics in PROBES.items():
+            opened.ensure_probe(write, probe, columns(metrics))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def fleet(store: Store) -> Fleet:
+    return Fleet(store)
+
+
+@pytest.fixture
+def judge(store: Store) -> Judge:
+    return Judge(store, JudgeSettings())
