@@ -331,7 +331,7 @@ def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> set[str] | None:
             name = raw.decode(errors="replace")
             spiffe = _SPIFFE.fullmatch(name)
             names.add(spiffe[1] if spiffe else name)
-    return names
+    return names - {""}
 
 
 def _receipt() -> Receipt:
