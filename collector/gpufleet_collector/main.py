@@ -195,6 +195,7 @@ class Collector:
         self.state.set_ready("start", "")
         tasks = [
             asyncio.create_task(self._readiness(readiness)),
+            asyncio.create_task(fleet.keep_status_ready()),
             asyncio.create_task(DiskWatch(self.store.path.parent, self.config.disk, ingest.pause).run()),
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
         ]

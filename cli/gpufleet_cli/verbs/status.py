@@ -13,6 +13,9 @@ LINES = 24
 COLUMNS = 80
 """The table fits a screen of this size; `-o wide` shows every incident and every node."""
 
+STALE_S = 5.0
+"""An answer older than this says so."""
+
 
 @click.command()
 @options
@@ -83,11 +86,15 @@ def _counters(document: Json, colored: bool) -> list[str]:
 
 def _collector(document: Json, limit: int) -> list[str]:
     parts = []
-    if render.get(document, "data_age_s") is not None:
-        parts.append(f"newest data {render.age(render.get(document, 'data_age_s'))} old")
+    built, age = render.get(document, "snapshot_age_s"), render.get(document, "data_age_s")
+    late = float(built) if isinstance(built, int | float) else 0.0
+    if isinstance(age, int | float):
+        parts.append(f"newest data {render.age(age + late)} old")
     else:
         parts.append("no data yet")
     parts.append(f"collector {render.get(document, 'collector', 'version')}")
+    if late >= STALE_S:
+        parts.append(f"as of {render.age(late)} ago")
     lag = render.get(document, "collector", "lag_s")
     if lag is not None:
         parts.append(f"lag {render.number(lag, 1)} s")
