@@ -2,7 +2,7 @@
 
 Method: a store in memory with ten minutes of samples every 5 s (960,000 rows of table gpu), expectations for
 every card and 30 open incidents. The collector builds the document in the background ("build"); "call" is a
-GetStatus over loopback, answered from the last build; "prompt" is a whole `fleet status` process, the start of
+GetStatus over loopback, answered from the last build; "prompt" is a whole `fleet status` process, start of
 Python included. Medians.
 
 Run it alone: python tests/bench/status_latency.py
@@ -86,7 +86,7 @@ def seeded(nodes: int, now: datetime) -> Store:
     with store.transaction() as write:
         write.execute(
             f"INSERT INTO live.gpu (ts, received_at, node, boot_id, {', '.join(columns)}) "
-            f"SELECT $now - to_seconds(t * 5) AS at, at, {_NODE}, 'b', {', '.join(columns.values())} "
+            f"SELECT $now - to_seconds(t * 5) AS sampled, sampled, {_NODE}, 'b', {', '.join(columns.values())} "
             f"FROM {_ticks()}, {_cards(nodes)} ORDER BY t DESC, n, g",
             {"now": now},
         )
@@ -117,12 +117,11 @@ def _ticks() -> str:
 def _identities(nodes: int) -> list[str]:
     """Who there is and should be, and what is wrong."""
     trouble = f"FROM range(1, {INCIDENTS + 1}) a(n), range(3, 4) b(g)"
-    now = "$at + INTERVAL 5 MINUTE"
-    node, every = _NODE, _nodes(nodes)
+    node, every, past = _NODE, _nodes(nodes), "$at + INTERVAL 5 MINUTE - to_seconds(t * 5)"
     return [
         f"INSERT INTO live.node SELECT {node}, {node}, {node}, 'b', 's', '1', '', $at, $at FROM {every}",
         f"INSERT INTO live.probe SELECT {node}, 'gpu', 5.0 FROM {every} WHERE $at IS NOT NULL",
-        f"INSERT INTO live.ledger SELECT {node}, 's', t + 1, 'd', 'b', {now} - to_seconds(t * 5), 0, 'live', 8 "
+        f"INSERT INTO live.ledger SELECT {node}, 's', t + 1, 'd', 'b', {past}, 0, 'live', 8 "
         f"FROM {_ticks()}, {every}",
         "INSERT INTO live.inventory (node, entity, kind, uuid, serial, pci, model, gpu_index, attributes, "
         f"valid_from) SELECT {node}, {_ENTITY}, 'gpu', {_UUID}, {_SERIAL}, {_PCI}, 'H100', g, '{{}}', $at "
