@@ -196,7 +196,15 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         inventory = first.hello.inventory if first.hello.HasField("inventory") else None
         return AgentStream(
             claim,
-            Hello(received, first.hello.sent_mono_us, probes, faults, inventory, first.hello.spool_batches),
+            Hello(
+                received,
+                first.hello.sent_at_us,
+                first.hello.sent_mono_us,
+                probes,
+                faults,
+                inventory,
+                first.hello.spool_batches,
+            ),
         )
 
     async def _deny(self, claim: Claim, actor: str, peer: str, reason: str, received: Receipt) -> None:
