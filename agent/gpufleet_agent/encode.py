@@ -406,7 +406,7 @@ def _fill(column: pb.Column, kind: Type, cells: Sequence[Value | None]) -> None:
 def _number(cell: Value | None) -> float:
     if isinstance(cell, str):
         raise TypeError("not a number")
-    return cell or 0
+    return 0 if cell is None else cell
 
 
 def _nulls(rows: list[list[Value | None]], reasons: list[bytes]) -> dict[int, bytearray]:

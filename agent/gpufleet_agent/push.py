@@ -428,6 +428,7 @@ class _Stream:
         """Everything but the newest few seconds is history from now on."""
         self._since_us = self._spool.now_us() - int(self._settings.live_s * 1e6)
         self._live.page.clear()
+        self._live.after = self._spool.first_since(self._since_us) - 1
         self._backfill.page.clear()
         self._backfill.after, self._backfill.events = 0, True
 

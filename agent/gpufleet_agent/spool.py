@@ -38,7 +38,8 @@ EVENT_AGE_FACTOR = 7
 """Batches with events are kept this many times longer than samples; space permitting."""
 
 _SCHEMA = 1
-_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH}
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_NO_SPOOL = {*_BROKEN, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH}
 _CHECK_BYTES = 32 << 20
 
 
@@ -106,7 +107,7 @@ class Spool:
         self._max_age_us = int(max_age_s * 1e6)
         self.clock = clock
         self._lock = lock
-        self._db: sqlite3.Connection
+        self._db = sqlite3.connect(":memory:")  # until the file is open
         self._next = 1
         self._reserved = 0
         self._count = 0
@@ -133,6 +134,7 @@ class Spool:
         try:
             spool._start()
         except BaseException:
+            spool._db.close()
             os.close(lock)
             raise
         return spool
@@ -233,9 +235,17 @@ class Spool:
         """Batches not yet acknowledged."""
         return self._count
 
-    def last_number(self) -> int:
-        """The newest number given out; 0 = none yet."""
-        return self._next - 1
+    def first_since(self, put_us: int) -> int:
+        """The smallest number of a batch put at or after `put_us`, else the next one to be given out."""
+        numbers = [item.number for item in self._held.values() if item.put_us >= put_us]
+        try:
+            (first,) = self._db.execute(
+                "select min(number) from batch where put_us >= ?", (put_us,)
+            ).fetchone()
+            numbers += [first] if first is not None else []
+        except sqlite3.Error as error:
+            self._failed(error)
+        return min(numbers, default=self._next)
 
     def now_us(self) -> int:
         """The spool's clock: time the host was up while it held something, over reboots. Never stepped."""
@@ -243,8 +253,13 @@ class Spool:
 
     def stats(self) -> SpoolStats:
         """How full it is."""
-        oldest = self.oldest_first(0, 1)
-        age_us = max(0, self.now_us() - oldest[0].put_us) if oldest else 0
+        times = [item.put_us for item in self._held.values()]
+        try:
+            (oldest,) = self._db.execute("select min(put_us) from batch").fetchone()
+            times += [oldest] if oldest is not None else []
+        except sqlite3.Error as error:
+            self._failed(error)
+        age_us = max(0, self.now_us() - min(times)) if times and self._count else 0
         return SpoolStats(self._count, self._bytes, age_us / 1e6, self._dropped)
 
     def trim(self) -> int:
@@ -505,7 +520,7 @@ class Spool:
             self._load()
         except (sqlite3.Error, _BadFileError) as error:
             code = _code(error)
-            if code in _BROKEN:
+            if code in _NO_SPOOL:
                 self._begin_anew(error)
             elif code == sqlite3.SQLITE_FULL:
                 self._in_memory(error)
@@ -514,6 +529,7 @@ class Spool:
 
     def _load(self) -> None:
         """Open the file, check it, and take up counting behind every number it may have given out."""
+        self._db.close()
         self._db = _connect(str(self._path))
         _check(self._db, self._path)
         meta = dict(self._db.execute("select key, value from meta").fetchall())
@@ -567,6 +583,7 @@ class Spool:
     def _in_memory(self, error: Exception) -> None:
         """The disk takes no file at all: go on without one until the next start."""
         log.error("spool %s: %s: batches are kept in memory only", self._path, error)
+        self._db.close()
         self._db = _connect(":memory:")
         self._max_bytes = min(self._max_bytes, MEMORY_BYTES)
         self.spool_id = uuid.uuid4().hex
@@ -592,6 +609,7 @@ def _connect(path: str) -> sqlite3.Connection:
         db.execute("pragma auto_vacuum = incremental")
         db.execute("pragma journal_mode = wal").fetchall()
         db.execute("pragma synchronous = normal")
+        db.execute("pragma cache_size = -512")  # KiB; batches are read once
         db.execute(f"pragma journal_size_limit = {8 << 20}").fetchall()
         version = db.execute("pragma user_version").fetchone()[0]
         if version == 0:

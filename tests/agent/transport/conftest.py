@@ -50,6 +50,7 @@ class FakeCollector(pb_grpc.IngestServiceServicer):
         self.refuse: grpc.StatusCode | None = None
         self.max_body = 0
         self.directives: list[pb.Directive] = []
+        self.say: Callable[[pb.Directive], Awaitable[None]]
         self.end = asyncio.Event()
         self.crash = asyncio.Event()
 
@@ -83,6 +84,7 @@ class FakeCollector(pb_grpc.IngestServiceServicer):
         await context.write(pb.StreamResponse(welcome=welcome))
         for directive in self.directives:
             await context.write(pb.StreamResponse(directive=directive))
+        self.say = lambda directive: context.write(pb.StreamResponse(directive=directive))
         reader = asyncio.ensure_future(self._serve(hello, requests, context))
         ends = [asyncio.ensure_future(event.wait()) for event in (self.end, self.crash)]
         done, _ = await asyncio.wait([reader, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -130,11 +132,16 @@ class FakeCollector(pb_grpc.IngestServiceServicer):
 
     @asynccontextmanager
     async def serve(
-        self, address: str = "127.0.0.1:0", options: tuple[tuple[str, int], ...] = ()
+        self,
+        address: str = "127.0.0.1:0",
+        options: tuple[tuple[str, int], ...] = (),
+        credentials: grpc.ServerCredentials | None = None,
     ) -> AsyncIterator[str]:
         server = grpc.aio.server(options=(*options, ("grpc.so_reuseport", 0)))
         pb_grpc.add_IngestServiceServicer_to_server(self, server)
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        )
         await server.start()
         try:
             yield f"127.0.0.1:{port}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+import trustme
 
 from gpufleet.event import Event
+from gpufleet.tls import Tls
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet.wire import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from gpufleet_agent.encode import BodyBuilder
@@ -141,13 +144,13 @@ def test_G02_one_row_too_large_is_parked_and_reported(kit: Kit) -> None:
     kit.run(work())
 
 
-def test_G01_a_quiet_stream_holds(kit: Kit) -> None:
-    """The options of both ends, at the same ratio, a hundredth of the time: no GOAWAY on a quiet stream."""
-    faster = 100
-    times = ("_ms",)
+def quick(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The same options with every time a hundredth of it."""
+    return tuple((name, value // 100 if name.endswith("_ms") else value) for name, value in options)
 
-    def quick(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        return tuple((name, value // faster if name.endswith(times) else value) for name, value in options)
+
+def test_G01_a_quiet_stream_holds(kit: Kit) -> None:
+    """The options of both ends, at the same ratio: no GOAWAY on a quiet stream."""
 
     async def work() -> None:
         collector = kit.collector()
@@ -160,6 +163,19 @@ def test_G01_a_quiet_stream_holds(kit: Kit) -> None:
                 assert collector.streams == 1
                 agent.put()
                 assert await agent.push.drain(10)
+
+    kit.run(work())
+
+
+def test_G01_without_the_server_half_of_the_pair_it_would_not(kit: Kit) -> None:
+    """The client really pings: a server with the default options ends the stream."""
+
+    async def work() -> None:
+        collector = kit.collector()
+        async with collector.serve() as address:
+            agent = kit.agent(kit.settings(address, options=quick(CHANNEL_OPTIONS)))
+            async with kit.pushing(agent):
+                await kit.until(lambda: "oo many pings" in agent.push.state or collector.streams > 1)
 
     kit.run(work())
 
@@ -250,28 +266,32 @@ def test_a_paused_collector_is_waited_for_and_the_present_goes_first_after(kit: 
     kit.run(work())
 
 
-def test_S04_paused_within_a_stream_what_waited_becomes_backfill(kit: Kit) -> None:
-    """A pause that ends on the same stream must not leave hours of "live" in front of the present."""
+def test_S04_a_pause_that_ends_on_the_same_stream(kit: Kit) -> None:
+    """What waited in the pause must not stand as "live" in front of the present."""
 
     async def work() -> None:
         clock = kit.test_clock()
         collector = kit.collector()
-        collector.live_credit = 1
-        collector.ack = lambda batch: False
+        collector.backfill_credit = 2
         async with collector.serve() as address:
-            agent = kit.agent(kit.settings(address, live_s=10.0), clock=clock.clock())
+            agent = kit.agent(kit.settings(address, live_s=10.0, ack_timeout_s=0.2), clock=clock.clock())
             async with kit.pushing(agent):
+                agent.put()
+                assert await agent.push.drain(10)
+                await collector.say(pb.Directive(id="p", paused=pb.Paused(reason="disk_floor")))
+                await kit.until(lambda: agent.push.state == "paused: disk_floor")
                 for _ in range(100):
                     agent.put()
                     clock.pass_s(5)
-                await kit.until(lambda: len(collector.received) >= 1)
-                collector.ack = lambda batch: True
-                collector.crash.set()
-                await kit.until(lambda: not agent.push.connected)
-                collector.crash.clear()
+                await asyncio.sleep(0.3)
+                assert len(collector.received) == 1
+                await collector.say(pb.Directive(id="r", paused=pb.Paused(reason="")))
                 assert await agent.push.drain(20)
-        live = [b.number for b in collector.received if b.lane == pb.LANE_LIVE]
-        assert len(live) < 20
+                assert agent.push.state == "connected"
+        assert collector.streams == 1
+        order = [(batch.lane, batch.number) for batch in collector.received[1:]]
+        assert order[:2] == [(pb.LANE_LIVE, 100), (pb.LANE_LIVE, 101)]
+        assert order[2:] == [(pb.LANE_BACKFILL, number) for number in range(2, 100)]
 
     kit.run(work())
 
@@ -393,5 +413,91 @@ def test_an_ack_for_what_was_never_sent_deletes_nothing(kit: Kit) -> None:
                 await asyncio.sleep(0.1)
                 assert len(collector.received) == 1
                 assert agent.spool.pending() == 3
+
+    kit.run(work())
+
+
+def test_G05_whatever_breaks_each_batch_is_stored_once(kit: Kit) -> None:
+    """Streams that end at any moment, commits without an ack: at least once from here, once in the ledger."""
+
+    async def work() -> None:
+        rng = random.Random(5)
+        collector = kit.collector()
+        collector.commit = lambda batch: rng.random() < 0.7
+        collector.ack = lambda batch: rng.random() < 0.7
+        async with collector.serve() as address:
+            agent = kit.agent(kit.settings(address, ack_timeout_s=0.3))
+            numbers: list[int] = []
+            async with kit.pushing(agent):
+                for turn in range(120):
+                    numbers += agent.put(event=turn % 9 == 0)
+                    await asyncio.sleep(0.005)
+                    if turn % 20 == 7:
+                        (collector.crash if turn % 40 == 7 else collector.end).set()
+                        await kit.until(lambda: collector.open_streams == 0)
+                        collector.crash.clear()
+                        collector.end.clear()
+                collector.commit = collector.ack = lambda batch: True
+                assert await agent.push.drain(30)
+        assert collector.stored == dict.fromkeys(numbers, 1)
+        assert collector.conflicts == 0
+        assert len(collector.received) > len(numbers), "some went twice, or this test tests nothing"
+
+    kit.run(work())
+
+
+def test_certificates_are_read_anew_for_every_connection(kit: Kit) -> None:
+    async def work() -> None:
+        files = Tls(ca=str(kit.tmp / "ca.pem"), cert=str(kit.tmp / "cert.pem"), key=str(kit.tmp / "key.pem"))
+        port = kit.free_port()
+        agent = kit.agent(kit.settings(f"localhost:{port}", tls=files))
+        agent.put()
+        async with kit.pushing(agent):
+            await kit.until(lambda: "tls.ca: cannot read" in agent.push.state)
+            for turn in range(2):  # the second one is another authority altogether
+                authority = trustme.CA()
+                authority.cert_pem.write_to_path(files.ca)
+                mine, theirs = authority.issue_cert("gpu-a01"), authority.issue_cert("localhost")
+                mine.private_key_pem.write_to_path(files.key)
+                mine.cert_chain_pems[0].write_to_path(files.cert)
+                credentials = grpc.ssl_server_credentials(
+                    [(theirs.private_key_pem.bytes(), theirs.cert_chain_pems[0].bytes())],
+                    authority.cert_pem.bytes(),
+                    require_client_auth=True,
+                )
+                collector = kit.collector()
+                async with collector.serve(f"localhost:{port}", credentials=credentials):
+                    agent.put()
+                    assert await agent.push.drain(20), agent.push.state
+                    assert len(collector.received) == 2 - turn
+
+    kit.run(work())
+
+
+def test_plain_text_to_another_machine_is_not_sent(kit: Kit) -> None:
+    async def work() -> None:
+        agent = kit.agent(kit.settings("192.0.2.1:7443"))
+        async with kit.pushing(agent):
+            await kit.until(lambda: "not loopback" in agent.push.state)
+
+    kit.run(work())
+
+
+def test_a_spool_begun_anew_is_announced(kit: Kit) -> None:
+    """Numbers start again at 1 under another id: the collector must hear of the id first."""
+
+    async def work() -> None:
+        collector = kit.collector()
+        async with collector.serve() as address:
+            agent = kit.agent(kit.settings(address))
+            async with kit.pushing(agent):
+                agent.put()
+                assert await agent.push.drain(10)
+                agent.spool._begin_anew(RuntimeError("broken"))
+                agent.put()
+                assert await agent.push.drain(10)
+        assert len({hello.spool_id for hello in collector.hellos}) == 2
+        assert len(collector.ledger) == 2
+        assert collector.conflicts == 0
 
     kit.run(work())
