@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import (
@@ -68,6 +69,12 @@ _MOST_BACKOFF_S = 60.0
 _UNKNOWN_PSTATE = 32
 _ASLEEP = Null(Reason.NOT_READ, "suspended")
 _NO_TEXT = ("", "n/a", "unknown", "none", "[n/a]")
+
+
+@runtime_checkable
+class _Values(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> object: ...
 
 
 class _FailedError(Exception):
@@ -234,8 +241,10 @@ class NvmlGpu:
         if isinstance(answer, Null):
             return dict.fromkeys(_FIELDS.values(), answer)
         found: dict[str, Cell] = dict.fromkeys(_FIELDS.values(), Null(Reason.NOT_READ))
-        for value in answer if hasattr(answer, "__iter__") else ():
-            name = _FIELDS.get(value.fieldId)
+        # an array of ctypes has a length and no iterator
+        values = [answer[place] for place in range(len(answer))] if isinstance(answer, _Values) else []
+        for value in values:
+            name = _FIELDS.get(getattr(value, "fieldId", 0))
             if name is None:
                 continue
             read = _field(value)
@@ -244,7 +253,7 @@ class NvmlGpu:
 
     def _architecture(self) -> str:
         number = _number(self._ask("nvmlDeviceGetArchitecture"))
-        return "" if isinstance(number, Null) else _ARCHITECTURES.get(int(number), f"newer ({number})")
+        return _ARCHITECTURES.get(number, f"newer ({number})") if isinstance(number, int) else ""
 
     def _either(self, name: str, older: str, *args: object) -> object:
         """A function, or where the driver does not have it, what it was called before."""
@@ -460,7 +469,7 @@ class NvmlHost(SysfsHost):
     def _enumerate(self) -> tuple[NvmlGpu, ...]:
         """Every index the library counts. One that fails is lost: the card that is left over on the bus."""
         count = _number(self.library.call("", "nvmlDeviceGetCount"))
-        if isinstance(count, Null):
+        if not isinstance(count, int):
             raise _FailedError(_UNKNOWN)
         try:
             on_bus = self.sysfs.nvidia_cards()
@@ -471,7 +480,7 @@ class NvmlHost(SysfsHost):
         likely = next((found for found in (on_bus, taken) if len(found) == count), ())
         gpus: list[NvmlGpu] = []
         silent: list[tuple[int, _FailedError]] = []
-        for index in range(min(int(count), _MOST_CARDS)):
+        for index in range(min(count, _MOST_CARDS)):
             address = likely[index] if likely else ""
             if address and address in self.skip:
                 gpus.append(NvmlGpu(self, index, address, self._uuid_of(address)))
