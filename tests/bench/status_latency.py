@@ -86,7 +86,8 @@ def seeded(nodes: int, now: datetime) -> Store:
     with store.transaction() as write:
         write.execute(
             f"INSERT INTO live.gpu (ts, received_at, node, boot_id, {', '.join(columns)}) "
-            f"SELECT $now - to_seconds(t * 5) AS sampled, sampled, {_NODE}, 'b', {', '.join(columns.values())} "
+            f"SELECT $now - to_seconds(t * 5) AS sampled, sampled, {_NODE}, 'b', "
+            f"{', '.join(columns.values())} "
             f"FROM {_ticks()}, {_cards(nodes)} ORDER BY t DESC, n, g",
             {"now": now},
         )
