@@ -36,6 +36,7 @@ from gpufleet_collector.decode import (
 )
 from gpufleet_collector.frame import Frame
 from gpufleet_collector.identity import Alive, Claim, Decision, Identities
+from gpufleet_collector.inventory_rows import Changes, Inventories
 from gpufleet_collector.ledger import Ledger
 from gpufleet_collector.records import (
     EventRow,
@@ -77,6 +78,7 @@ class Hello:
 
     Attributes:
         received: When it came.
+        sent_at_us: Its wall clock at sending.
         sent_mono_us: Its boot-time clock at sending.
         probes: name -> (interval, columns).
         faults: What was wrong with other descriptors.
@@ -85,6 +87,7 @@ class Hello:
     """
 
     received: Receipt
+    sent_at_us: int
     sent_mono_us: int
     probes: dict[str, tuple[float, list[Column]]]
     faults: list[Fault]
@@ -149,6 +152,7 @@ class _Work:
     ledger: list[LedgerRow] = field(default_factory=list)
     faults: list[FaultRow] = field(default_factory=list)
     changes: list[tuple[int, Change]] = field(default_factory=list)
+    inventory: Changes = field(default_factory=Changes)
     entries: dict[Layout, tuple[Shape, list[Entry]]] = field(default_factory=dict)
     heard: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -165,6 +169,7 @@ class Commits:
         self._ledger = Ledger()
         self._clocks = Clocks()
         self._capabilities = Capabilities()
+        self._inventories = Inventories()
         self._sessions: dict[str, Session] = {}
         self._received: dict[str, int] = {}
         self._intervals: dict[tuple[str, str], float] = {}
@@ -179,6 +184,7 @@ class Commits:
             self._ledger.load(read)
             self._clocks.load(read)
             self._capabilities.load(read)
+            self._inventories.load(read)
             rows = read.execute(
                 "SELECT node, epoch_us(max(received_at)) FROM live.ledger GROUP BY node"
             ).fetchall()
@@ -244,6 +250,7 @@ class Commits:
             write_ledger(write, work.ledger)
             write_faults(write, work.faults)
             write_changes(write, work.changes)
+            work.inventory.write(write)
         for row in work.ledger:
             self._ledger.add(row.node, row.spool_id, row.number, row.digest)
         for session in work.outcome.replaced:
@@ -285,6 +292,13 @@ class Commits:
         session.node = node
         self._clocks.seen(node, claim.boot_id, hello.sent_mono_us, hello.received)
         self._describe(write, session, work)
+        if hello.inventory is not None:
+            offset_us = self._clocks.offset_us(
+                node, claim.boot_id, hello.sent_at_us, hello.sent_mono_us, hello.received
+            )
+            read_us = _plausible(hello.inventory.ts_us + offset_us, at_us)
+            for fault in self._inventories.take(node, hello.inventory, read_us, work.inventory):
+                work.faults.append(FaultRow(at_us, node, claim.spool_id, 0, fault))
         old = self._sessions.pop(decision.before or node, None)
         if old is not None and old is not session:
             old.node = node  # what it brought and is not stored yet belongs to this machine
@@ -305,6 +319,8 @@ class Commits:
         self._ledger.rename(before, machine.node, machine.spool_id)
         self._clocks.rename(before, machine.node)
         self._capabilities.rename(before, machine.node)
+        self._inventories.rename(before, machine.node)
+        work.inventory.rename(before, machine.node)
         for key in [key for key in self._intervals if key[0] == before]:
             self._intervals[machine.node, key[1]] = self._intervals.pop(key)
         detail = _json({"before": before, "after": machine.node})
@@ -420,6 +436,9 @@ class Commits:
             for change in self._capabilities.changes(row.node, shape, layout, entry):
                 work.changes.append((row.received_us, change))
         faults = opened.faults
+        if opened.inventory is not None:
+            at_us = _plausible(opened.inventory.ts_us + row.offset_us, row.received_us)
+            faults += self._inventories.take(row.node, opened.inventory, at_us, work.inventory)
         for event in opened.events[:MAX_EVENTS]:
             fault = _event_fault(event, row)
             if fault is None:
@@ -527,6 +546,11 @@ class Commits:
         session.open = False
         if session.node and self._sessions.get(session.node) is session:
             self._state.gone(session.node)
+
+
+def _plausible(at_us: int, received_us: int) -> int:
+    """The time an agent names, or that of receipt when it cannot be believed."""
+    return at_us if received_us - OLDEST_US <= at_us <= received_us + NEWEST_US else received_us
 
 
 def _clock_skew(row: LedgerRow) -> EventRow:

@@ -73,6 +73,7 @@ class Layout:
         take: Positions of the stored columns within the entry.
         columns: What they are.
         width: Bytes per value of each column that was sent; 0 = not stored.
+        texts: Positions of the stored text columns within the entry.
         faults: (metric, reason) of those not stored.
         fatal: Why no row of the entry can be stored; empty = they can.
     """
@@ -80,8 +81,19 @@ class Layout:
     take: tuple[int, ...]
     columns: tuple[Column, ...]
     width: tuple[int, ...]
+    texts: tuple[int, ...]
     faults: tuple[tuple[str, str], ...]
     fatal: str
+    _sizes: dict[int, list[int]] = field(default_factory=dict)
+
+    def sizes(self, count: int) -> list[int]:
+        """Bytes of each column that was sent, for `count` rows."""
+        found = self._sizes.get(count)
+        if found is None:
+            if len(self._sizes) >= _MAX_LAYOUTS:
+                self._sizes.clear()
+            found = self._sizes[count] = [width * count for width in self.width]
+        return found
 
 
 class Shape:
@@ -126,7 +138,20 @@ class Shape:
             take.append(position)
             columns.append(column)
             width.append(_WIDTH[column.type])
-        return Layout(tuple(take), tuple(columns), tuple(width), tuple(faults[:MAX_FAULTS]), fatal)
+        return Layout(
+            tuple(take),
+            tuple(columns),
+            tuple(width),
+            _texts(take, columns),
+            tuple(faults[:MAX_FAULTS]),
+            fatal,
+        )
+
+
+def _texts(take: Iterable[int], columns: Iterable[Column]) -> tuple[int, ...]:
+    return tuple(
+        position for position, column in zip(take, columns, strict=True) if column.type is Type.STRING
+    )
 
 
 def read_probes(probes: Iterable[pb.Probe]) -> tuple[dict[str, tuple[float, list[Column]]], list[Fault]]:
@@ -259,7 +284,7 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
     if not any(validity or ()):
         validity = None
     reasons = [column.reasons for column in columns] if validity else None
-    if layout.faults or [len(value) for value in values] != [width * count for width in layout.width]:
+    if layout.faults or list(map(len, values)) != layout.sizes(count):
         layout, broken = _without_broken(shape, layout, values, count)
         opened.faults += [Fault(name, metric, reason, count) for metric, reason in (*layout.faults, *broken)]
         if layout.fatal:
@@ -271,11 +296,7 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
         if layout.fatal:
             opened.faults.append(Fault(name, "", layout.fatal, count))
             return
-    dictionaries = [
-        list(columns[position].dictionary)
-        for position, column in zip(layout.take, layout.columns, strict=True)
-        if column.type is Type.STRING
-    ]
+    dictionaries = [list(columns[position].dictionary) for position in layout.texts]
     if not _texts_fit(dictionaries, count):
         opened.faults.append(Fault(name, "", "too_much_text", count))
         return
@@ -323,6 +344,7 @@ def _less(shape: Shape, layout: Layout, wrong: set[str]) -> Layout:
         tuple(position for position, _ in kept),
         tuple(column for _, column in kept),
         layout.width,
+        tuple(position for position, column in kept if column.type is Type.STRING),
         layout.faults,
         "bad_length" if wrong & set(shape.keys) else layout.fatal,
     )
@@ -376,10 +398,11 @@ def join(
     ts = checker.times(when)
     columns: list[tuple[Column, Array, Mask | None]] = []
     text = 0
+    has_nulls = any(entry.validity is not None for entry in entries)
     for index, column in enumerate(layout.columns):
         raw: Number = np.frombuffer(b"".join([entry.values[index] for entry in entries]), _DTYPE[column.type])
         values: Array
-        valid = _valid(entries, index, counts)
+        valid = _valid(entries, index, counts) if has_nulls else None
         if column.type is Type.STRING:
             values = checker.strings(
                 column, raw, valid, [entry.dictionaries[text] for entry in entries], words

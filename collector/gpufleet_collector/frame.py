@@ -85,12 +85,10 @@ class Frame:
 
     def insert(self, write: duckdb.DuckDBPyConnection, table: str) -> None:
         """Append the rows to `table` (already quoted); inside `Store.transaction()`."""
-        write.register("frame", self._arrays)
-        try:
-            write.execute(
-                f"INSERT INTO {table} ({', '.join(self._names)}) SELECT {', '.join(self._select)} "
-                "FROM frame, (SELECT string_split(?, chr(0)) AS l)",
-                [self.words.joined()],
-            )
-        finally:
-            write.unregister("frame")
+        write.register("frame", self._arrays)  # part of the transaction: a rollback takes it back
+        write.execute(
+            f"INSERT INTO {table} ({', '.join(self._names)}) SELECT {', '.join(self._select)} "
+            "FROM frame, (SELECT string_split(?, chr(0)) AS l)",
+            [self.words.joined()],
+        )
+        write.unregister("frame")

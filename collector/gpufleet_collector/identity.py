@@ -5,7 +5,7 @@ and both keep their rows. A machine that comes back under another name takes wha
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import duckdb
@@ -106,9 +106,6 @@ class Identities:
 
     def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}
-
-    def __iter__(self) -> Iterable[Machine]:
-        return iter(self._machines.values())
 
     def load(self, read: duckdb.DuckDBPyConnection) -> None:
         """Start from the table."""

@@ -196,7 +196,15 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         inventory = first.hello.inventory if first.hello.HasField("inventory") else None
         return AgentStream(
             claim,
-            Hello(received, first.hello.sent_mono_us, probes, faults, inventory, first.hello.spool_batches),
+            Hello(
+                received,
+                first.hello.sent_at_us,
+                first.hello.sent_mono_us,
+                probes,
+                faults,
+                inventory,
+                first.hello.spool_batches,
+            ),
         )
 
     async def _deny(self, claim: Claim, actor: str, peer: str, reason: str, received: Receipt) -> None:
@@ -331,7 +339,7 @@ def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> set[str] | None:
             name = raw.decode(errors="replace")
             spiffe = _SPIFFE.fullmatch(name)
             names.add(spiffe[1] if spiffe else name)
-    return names
+    return names - {""}
 
 
 def _receipt() -> Receipt:

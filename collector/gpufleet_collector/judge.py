@@ -126,6 +126,26 @@ class Judge:
         views.create(self._store)
         self._pairs = None
 
+    def compile(self, as_of: datetime) -> None:
+        """Write table `limits` again when a node or card model came or went."""
+        with self._store.reader(LIVE) as read:
+            mark = read.execute(
+                "SELECT * FROM (SELECT count(*), sum(hash(node)) FROM node), "
+                "(SELECT count(*), max(set_at) FROM expected WHERE set_at <= $at), "
+                "(SELECT count(*), max(valid_from) FROM inventory WHERE valid_from <= $at)",
+                {"at": as_of},
+            ).fetchone()
+            if mark == self._pairs:
+                return
+            pairs = read.execute(
+                "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+                "UNION SELECT node, '' FROM node_list($at)",
+                {"at": as_of},
+            ).fetchall()
+        with self._store.transaction() as write:
+            compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs = mark
+
     def run_pass(self, as_of: datetime) -> PassReport:
         """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
         as_of = as_of.astimezone(UTC).replace(tzinfo=None) if as_of.tzinfo else as_of
@@ -133,8 +153,8 @@ class Judge:
         report = PassReport(as_of)
         self.prepare()
         inventory.learn(self._store, as_of)
+        self.compile(as_of)
         with self._store.reader(LIVE) as read:
-            self._compile(read, as_of)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
             answers = [self._ask(read, rule, as_of) for rule in due]
@@ -182,20 +202,6 @@ class Judge:
         return self._last_pass is None or _slot(as_of, policy.every_s) != _slot(
             self._last_pass, policy.every_s
         )
-
-    def _compile(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
-        """Table `limits` again when a node or card model came or went."""
-        query = (
-            "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
-            "UNION SELECT node, '' FROM node_list($at)"
-        )
-        mark = read.execute(f"SELECT count(*), sum(hash(p)) FROM ({query}) p", {"at": as_of}).fetchone()
-        if mark == self._pairs:
-            return
-        pairs = read.execute(query, {"at": as_of}).fetchall()
-        with self._store.transaction() as write:
-            compile_limits(write, self._rules, self._settings, pairs)
-        self._pairs = mark
 
     def _begin(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
         """Notice that the collector was away, and wait for the agents that it knew."""

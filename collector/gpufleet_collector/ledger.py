@@ -5,7 +5,7 @@ A number is looked up inside the transaction that stores its rows and becomes kn
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import duckdb
@@ -27,7 +27,7 @@ class Ranges:
         at = bisect_right(self._starts, number) - 1
         return at >= 0 and number <= self._ends[at]
 
-    def __iter__(self) -> Iterable[tuple[int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self._starts, self._ends, strict=True)
 
     def __len__(self) -> int:

@@ -91,9 +91,18 @@ def serve(
         directory.mkdir(parents=True, exist_ok=True)
         store = Store.open(directory / "fleet.duckdb")
         try:
-            asyncio.run(Collector(config, store, credentials).run())
+            asyncio.run(_until_signal(config, store, credentials))
         finally:
             store.close()
+
+
+async def _until_signal(
+    config: CollectorConfig, store: Store, credentials: grpc.ServerCredentials | None
+) -> None:
+    collector = Collector(config, store, credentials)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, collector.stop)
+    await collector.run()
 
 
 def read_config(
@@ -161,16 +170,15 @@ class Collector:
         self._credentials = credentials
         self._notifier = Notifier()
         self._stop = asyncio.Event()
+        self.started = asyncio.Event()
+        """Set once it listens."""
 
     def stop(self) -> None:
         """End `run`; from the loop's thread."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Serve until `stop` or a signal."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stop.set)
+        """Serve until `stop`."""
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
@@ -183,9 +191,11 @@ class Collector:
         await server.start()
         judging_ends = threading.Event()
         judging = asyncio.create_task(asyncio.to_thread(self.judge.run_forever, judging_ends))
+        self.started.set()
         self.state.set_ready("start", "")
         tasks = [
             asyncio.create_task(self._readiness(readiness)),
+            asyncio.create_task(fleet.keep_status_ready()),
             asyncio.create_task(DiskWatch(self.store.path.parent, self.config.disk, ingest.pause).run()),
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
         ]

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import duckdb
 import numpy as np
@@ -99,19 +99,8 @@ _LANES = {1: "live", 2: "backfill"}
 
 
 def write_faults(write: duckdb.DuckDBPyConnection, faults: Sequence[FaultRow]) -> None:
-    """Append to `quarantine`; what one batch has too much of is summed up in one row."""
-    count: dict[tuple[str, str, int], int] = defaultdict(int)
-    left: dict[tuple[str, str, int], FaultRow] = {}
-    rows: list[FaultRow] = []
-    for row in faults:
-        key = (row.node, row.spool_id, row.number)
-        count[key] += 1
-        if count[key] <= MAX_FAULTS:
-            rows.append(row)
-        else:
-            cells = row.fault.cells + (left[key].fault.cells if key in left else 0)
-            left[key] = FaultRow(row.received_us, *key, Fault("", "", "more", cells))
-    rows += left.values()
+    """Append to `quarantine`: one row per kind of fault of a batch; what is too much is summed up in one."""
+    rows = _capped(_merged(faults))
     if not rows:
         return
     frame = Frame()
@@ -125,6 +114,32 @@ def write_faults(write: duckdb.DuckDBPyConnection, faults: Sequence[FaultRow]) -
     frame.numbers("cells", np.array([row.fault.cells for row in rows], np.int64))
     frame.texts("sample", [row.fault.sample[:200] for row in rows])
     frame.insert(write, "live.quarantine")
+
+
+def _merged(faults: Sequence[FaultRow]) -> list[FaultRow]:
+    merged: dict[tuple[str, str, int, str, str, str], FaultRow] = {}
+    for row in faults:
+        fault = row.fault
+        key = (row.node, row.spool_id, row.number, fault.probe, fault.metric, fault.reason)
+        if key in merged:
+            fault = replace(merged[key].fault, cells=merged[key].fault.cells + fault.cells)
+        merged[key] = replace(row, fault=fault)
+    return list(merged.values())
+
+
+def _capped(faults: Sequence[FaultRow]) -> list[FaultRow]:
+    count: dict[tuple[str, str, int], int] = defaultdict(int)
+    left: dict[tuple[str, str, int], FaultRow] = {}
+    rows: list[FaultRow] = []
+    for row in faults:
+        key = (row.node, row.spool_id, row.number)
+        count[key] += 1
+        if count[key] <= MAX_FAULTS:
+            rows.append(row)
+        else:
+            cells = row.fault.cells + (left[key].fault.cells if key in left else 0)
+            left[key] = FaultRow(row.received_us, *key, Fault("", "", "more", cells))
+    return rows + list(left.values())
 
 
 def write_changes(write: duckdb.DuckDBPyConnection, changes: Sequence[tuple[int, Change]]) -> None:

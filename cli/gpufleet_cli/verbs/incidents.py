@@ -54,7 +54,7 @@ def _lines(document: Json, settings: Settings) -> str:
             str(item.get("state")),
             render.age(item.get("age_s")),
             str(item.get("place") or item.get("node")),
-            ": ".join(str(part) for part in (item.get("title"), item.get("reason")) if part),
+            ": ".join(str(part) for part in (item.get("headline"), item.get("reason")) if part),
         ]
         for item in render.items(document, "items")
     ]
@@ -96,7 +96,7 @@ def _story(document: Json, settings: Settings) -> str:
     limit = limit_of(settings)
     first = (
         f"{found.get('id')}  {render.state(found.get('severity'), settings.colored)}  {found.get('state')}  "
-        f"{found.get('title')}"
+        f"{found.get('headline')}"
     )
     lines = render.wrap_line(first, limit, "  ")
     for title, value in _facts(found):

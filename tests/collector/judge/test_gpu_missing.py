@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from tests.collector.judge.conftest import Fleet
 
 
+@pytest.fixture
+def rules() -> tuple[str, ...]:
+    return ("gpu_missing",)
+
+
 def test_all_present_is_ok(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
     fleet.run(30, judge)
@@ -21,7 +26,7 @@ def test_all_present_is_ok(fleet: "Fleet", judge: Judge) -> None:
 
 def test_lost_at_run_time_fires_within_two_sweeps(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
-    fleet.run(30, judge)
+    fleet.run(10, judge)
     card.state = "lost"
     first, second = fleet.run(10, judge)
     assert (first.fired, [finding.entity for finding in second.fired]) == ([], [card.entity])
@@ -34,11 +39,11 @@ def test_lost_at_run_time_fires_within_two_sweeps(fleet: "Fleet", judge: Judge) 
 
 def test_one_bad_sweep_is_not_missing(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
-    fleet.run(30, judge)
+    fleet.run(10, judge)
     card.state = "lost"
     fleet.run(5, judge)
     assert fleet.findings() == [("gpu-001", card.entity, "pending", "warn", "lost_at_run_time")]
-    for _ in range(100):  # passes are no evidence
+    for _ in range(30):  # passes are no evidence
         fleet.at += timedelta(microseconds=1)
         judge.run_pass(fleet.at)
     card.state = "ok"
@@ -67,9 +72,9 @@ def test_B05_gone_from_bus_and_driver(fleet: "Fleet", judge: Judge) -> None:
 
 def test_only_the_bus_shows_it(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
-    fleet.run(60, judge)
+    fleet.run(60)
     card.on_bus = False
-    fleet.run(60, judge)
+    fleet.run(60)
     bus_sweep = fleet.at
     fleet.run(30, judge)
     assert fleet.find("gpu_missing", card.entity)[:3] == ("crit", "gone_from_bus", bus_sweep)
@@ -96,7 +101,8 @@ def test_B05_driver_not_loaded_is_one_finding_not_eight(fleet: "Fleet", judge: J
 def test_a_card_gone_from_the_bus_is_seen_without_a_driver(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
     node.driver_error, node.cards[0].on_bus = "driver_not_loaded", False
-    fleet.run(70, judge)
+    fleet.run(55)
+    fleet.run(15, judge)
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("crit", "gone_from_bus")
     assert [row[4] for row in fleet.incidents()] == ["open"], "the driver explains what happens to its cards"
 
@@ -130,11 +136,13 @@ def test_B05_no_expectation_no_verdict(fleet: "Fleet", judge: Judge) -> None:
 
 def test_silent_agent_is_unknown_not_missing(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
-    fleet.run(60, judge)
+    fleet.run(60)
     node.up = False
-    fleet.run(45, judge)
+    fleet.run(45)
+    judge.run_pass(fleet.at)
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("unknown", "no_sweep")
-    fleet.run(300, judge)
+    fleet.run(300)
+    judge.run_pass(fleet.at)
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("unknown", "agent_silent")
     assert fleet.findings("gpu_missing") == []
 
@@ -166,7 +174,8 @@ def test_B03_indices_shift_and_the_right_card_is_missing(fleet: "Fleet", judge: 
     gone.listed = gone.on_bus = False
     for index, card in enumerate([node.cards[0], *node.cards[2:]]):
         card.index = index
-    fleet.run(70, judge)
+    fleet.run(60)
+    fleet.run(10, judge)
     assert fleet.findings() == [("gpu-001", gone.entity, "firing", "crit", "gone_from_bus")]
     rows = fleet.sql(
         f"SELECT gpu_uuid, gpu_index, state FROM cards_at(TIMESTAMP '{fleet.at}', '2 minutes') ORDER BY 1"
@@ -201,7 +210,8 @@ def test_another_card_in_the_slot_does_not_hide_the_missing_one(fleet: "Fleet", 
     new = type(old)("gpu-001", 0, "GPU-new", "999", old.pci)
     node.cards[0] = new
     fleet.install(new, fleet.at)
-    fleet.run(70, judge)
+    fleet.run(60)
+    fleet.run(10, judge)
     assert fleet.find("gpu_missing", old.entity)[:2] == ("crit", "gone_from_bus")
     assert [row[1] for row in fleet.findings()] == [old.entity]
 
@@ -284,7 +294,8 @@ def test_bus_that_shows_nothing_is_no_view(fleet: "Fleet", judge: Judge) -> None
     node = fleet.add("gpu-001")
     for card in node.cards:
         card.on_bus = False
-    fleet.run(130, judge)
+    fleet.run(120)
+    fleet.run(10, judge)
     assert fleet.findings() == []
     node.cards[0].listed = False
     fleet.run(10, judge)
@@ -295,9 +306,10 @@ def test_boot_grace_gives_the_driver_time(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
     node.booted_at = fleet.at
     node.driver_error = "driver_not_loaded"
-    fleet.run(100, judge)
+    fleet.run(20, judge)
     assert fleet.findings() == []
-    fleet.run(40, judge)
+    fleet.run(95)
+    fleet.run(15, judge)
     assert fleet.findings() == [("gpu-001", "node:", "firing", "crit", "driver_not_loaded")]
 
 
