@@ -18,10 +18,9 @@ def rules() -> tuple[str, ...]:
 
 
 def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
-    """Let minutes go by, with a pass when each one is whole and settled, and one a little later."""
-    for _ in range(count):
-        fleet.run(50)
-        fleet.run(5, judge)
+    """Let minutes go by, with a pass every 20 s: three see the same minute."""
+    for _ in range(3 * count):
+        fleet.run(15)
         fleet.run(5, judge)
 
 
