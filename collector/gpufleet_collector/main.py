@@ -30,7 +30,6 @@ from gpufleet_collector.ingest import IngestServicer
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.retention import DiskWatch, Retention
-from gpufleet_collector.rules import load_rules
 from gpufleet_collector.state import State
 from gpufleet_collector.store import Store, StoreUnusable
 
@@ -163,8 +162,7 @@ class Collector:
         self.config = config
         self.store = store
         self.state = State()
-        self._rules = load_rules()
-        self.judge = Judge(store, config, rules=self._rules)
+        self.judge = Judge(store, config)
         self.port = 0
         """Where it listens, once it does."""
         self._credentials = credentials
@@ -182,7 +180,7 @@ class Collector:
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
-        fleet = FleetServicer(self.store, self._rules, self._health)
+        fleet = FleetServicer(self.store, self.judge.policies, self._health)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         readiness = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(readiness, server)
