@@ -592,7 +592,10 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
             [row["number"]],
         )
     ]
-    incident["events"] = _events(read, sorted(nodes), row["opened_at"])
+    where = places(read, now, nodes)
+    incident["events"] = [
+        {**event, "place": place_of(event, where)} for event in _events(read, sorted(nodes), row["opened_at"])
+    ]
     return document("Incident", now, [incident])
 
 

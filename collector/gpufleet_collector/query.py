@@ -21,8 +21,8 @@ from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
 from gpufleet_collector import documents, explain, inventory, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
+from gpufleet_collector.findings import Policy
 from gpufleet_collector.inventory import Difference, InventoryError, Pinned
-from gpufleet_collector.rules import Rule
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     Args:
         store: Where everything is.
-        rules: Every rule, for what their headers say.
+        policies: How each rule's verdicts become findings (`Judge.policies`).
         health: How the collector is, right now.
         now: The collector's clock, naive UTC.
     """
@@ -75,12 +75,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(
         self,
         store: Store,
-        rules: Sequence[Rule],
+        policies: Mapping[str, Policy],
         health: Callable[[], Health],
         now: Callable[[], datetime] = _now,
     ) -> None:
         self._store = store
-        self._headers = {rule.name: explain.header(rule) for rule in rules}
+        self._headers = {name: explain.header(policy) for name, policy in policies.items()}
         self._health = health
         self._now = now
         self._sql_slots = asyncio.Semaphore(SQL_AT_ONCE)

@@ -256,7 +256,7 @@ class Store:
         """Checkpoint and close the file."""
         with self._lock:
             if not self.broken:
-                with suppress(StoreBroken):
+                with suppress(StoreBroken, duckdb.Error):
                     self.checkpoint()
             with suppress(duckdb.Error):
                 self._connection.close()

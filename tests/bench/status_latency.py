@@ -151,7 +151,7 @@ class _Server:
 
     async def _serve(self) -> None:
         server = grpc.aio.server()
-        servicer = FleetServicer(self._store, (), lambda: HEALTH, lambda: self._now)
+        servicer = FleetServicer(self._store, {}, lambda: HEALTH, lambda: self._now)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()

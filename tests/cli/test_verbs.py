@@ -184,7 +184,7 @@ def test_explain_takes_rule_incident_node_or_id(seed: Seed, run: Run, words: tup
     assert [item["rule"] for item in found] == ["gpu_missing"]
     findings = found[0]["findings"]
     assert isinstance(findings, list)
-    assert findings[0]["evidence"][0] == ["2026-11-30T11:59:55Z", "crit"]
+    assert findings[0]["evidence"][0] == ["2026-11-30T11:59:55Z", "crit", "lost_at_run_time"]
     assert "gpu_missing" in run("explain", *words).output
 
 

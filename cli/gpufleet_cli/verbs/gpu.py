@@ -57,4 +57,4 @@ def _pairs(key: str, title: str, found: render.Json) -> list[str]:
     if not rows:
         return []
     size = max(len(name) for name, _ in rows)
-    return ["", title, *(f"  {name:<{size}}  {render.text(value)}" for name, value in rows)]
+    return ["", title, *(f"  {name:<{size}}  {render.brief(value)}" for name, value in rows)]

@@ -147,9 +147,9 @@ def _incident(incident: render.Json, colored: bool, limit: int, full: bool) -> l
     severity = str(incident.get("severity"))
     place = str(incident.get("place") or incident.get("node"))
     since = render.age(incident.get("age_s"))
-    what = ": ".join(
-        str(part).replace("_", " ") for part in (incident.get("headline"), incident.get("code")) if part
-    )
+    what, kind = str(incident.get("headline")), str(incident.get("code") or "").replace("_", " ")
+    if kind and kind not in what.lower():
+        what = f"{what}: {kind}"
     first = f"  {incident.get('id')!s:<7} {render.state(severity)}  {since:>4}  {place}  {what}"
     lines = render.wrap_line(first, limit, " " * 9)
     if full:

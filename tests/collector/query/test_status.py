@@ -33,7 +33,7 @@ async def ask(servicer: FleetServicer) -> dict[str, object]:
 
 
 def servicer_of(store: Store) -> FleetServicer:
-    return FleetServicer(store, (), lambda: Health(True, "", None, False, ""), lambda: NOW)
+    return FleetServicer(store, {}, lambda: Health(True, "", None, False, ""), lambda: NOW)
 
 
 def add_node(store: Store, name: str) -> None:
