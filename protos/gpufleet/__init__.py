@@ -2,7 +2,8 @@
 
 import os
 
-# gRPC's core writes lines of its own to stderr; ours say what and what to do. Read when grpc is first imported.
+# gRPC's core writes lines of its own to stderr; ours say what and what to do. Read when grpc is imported:
+# the three programs import this package first.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __version__ = "0.1.0"
