@@ -255,6 +255,15 @@ class Fleet:
         }
         put(self.store, "bench", [row | more])
 
+    def baseline(
+        self, node: str, entity: str, key: str, value: float, state: str = "accepted", spread: float = 0.0
+    ) -> None:
+        row: Row = {
+            "node": node, "entity": entity, "key": key, "value": value, "spread": spread, "n": 48,
+            "epoch": "580", "state": state, "set_by": "ann", "set_at": self.at, "reason": "",
+        }  # fmt: skip
+        put(self.store, "baseline", [row])
+
     def sql(self, query: str, *given: Cell) -> list[tuple[Cell, ...]]:
         with self.store.reader(LIVE) as read:
             return read.execute(query, list(given)).fetchall()

@@ -273,7 +273,8 @@ def test_B06_values_of_a_dead_source_are_unknown(fleet: "Fleet", judge: Judge) -
     for later, state in ((25, "ok"), (40, "unknown"), (565, "unknown")):
         at = died_at + timedelta(seconds=later)
         rows = fleet.sql(
-            f"SELECT state, age_s, ts, received_at, temperature_c, flags FROM cards_at(TIMESTAMP '{at}', '20 minutes')"
+            "SELECT state, age_s, ts, received_at, temperature_c, flags "
+            f"FROM cards_at(TIMESTAMP '{at}', '20 minutes')"
         )
         assert len(rows) == 2
         for row in rows:
