@@ -70,7 +70,7 @@ def test_S04_a_full_disk_loses_and_doubles_nothing_and_heals_by_itself(kit: Kit,
         number += 1
         agent.send(number, _content(kit, number))
         if number % 8 == 0:
-            agent.until(partial(_got_on, running, agent, number - 8))
+            kit.until(partial(_got_on, running, agent, number - 8))
     assert number < 3000, "the disk did not fill"
     kit.until(lambda: running.state.not_ready.startswith("store: "))
     assert not agent.ended
