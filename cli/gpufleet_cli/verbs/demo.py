@@ -26,7 +26,7 @@ REPRINT_S = 15.0
 """Between two screens on a pipe."""
 
 
-@click.command()
+@click.command(short_help="Play a simulated fleet with scripted faults.")
 @click.option("--check", is_flag=True, help="Wait until each scripted fault is flagged; exit 0 or 1.")
 @click.option(
     "--disable-rule",
