@@ -26,7 +26,7 @@ from gpufleet_collector.store import LIVE, Store
 log = logging.getLogger(__name__)
 
 AWAY = timedelta(seconds=30)
-"""A longer time without a pass means that the collector was away: that time proves nothing."""
+"""A longer time without a pass (and three intervals) means that the collector was away: it proves nothing."""
 
 KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
 
@@ -103,6 +103,7 @@ class Judge:
         self._last_pass: datetime | None = None
         self._shifted: list[Finding] = []
         self._pairs: object = None
+        self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
         self._warm_until: datetime | None = None
@@ -155,6 +156,7 @@ class Judge:
         inventory.learn(self._store, as_of)
         self.compile(as_of)
         with self._store.reader(LIVE) as read:
+            self._follow_renames(read)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
             answers = [self._ask(read, rule, as_of) for rule in due]
@@ -203,14 +205,21 @@ class Judge:
             self._last_pass, policy.every_s
         )
 
+    def _follow_renames(self, read: duckdb.DuckDBPyConnection) -> None:
+        """A renamed node's findings go by the new name in the store: take them from there."""
+        mark = read.execute("SELECT count(*), max(renamed_at) FROM node_alias").fetchone()
+        if mark != self._renames:
+            self._renames = mark
+            self._load()
+
     def _begin(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
         """Notice that the collector was away, and wait for the agents that it knew."""
         last = self._last_pass
-        away = last is not None and as_of - last > AWAY
+        away = last is not None and as_of - last > max(AWAY, timedelta(seconds=3 * self.every_s))
         if last is not None and (self._first or away):
             known = read.execute("SELECT node FROM heard_at(?, '90 seconds')", [last]).fetchall()
             self._awaited = {row[0] for row in known}
-            self._warm_until, self._waiting_since = as_of + self._warm_up, as_of
+            self._warm_until, self._waiting_since = as_of + self._warm_up, last
             if away:
                 for finding in self._tracked.values():
                     if finding.recovering_at is not None:

@@ -173,15 +173,17 @@ class Fleet:
             ],
         )
 
-    def run(self, seconds: float, judge: Judge | None = None) -> list[PassReport]:
-        """Let time go by; with a judge, a pass after every tick."""
+    def run(self, seconds: float, judge: Judge | None = None, every: float = 5) -> list[PassReport]:
+        """Let time go by; with a judge, a pass every so many seconds (ticks take 5 s)."""
         reports = []
+        passed = self.at
         until = self.at + timedelta(seconds=seconds)
         while self.at < until:
             self.at += timedelta(seconds=5)
             self.each_tick(self)
             self.send()
-            if judge:
+            if judge and (self.at - passed).total_seconds() >= every:
+                passed = self.at
                 reports.append(judge.run_pass(self.at))
         return reports
 
@@ -252,6 +254,15 @@ class Fleet:
             "driver": "580",
         }
         put(self.store, "bench", [row | more])
+
+    def baseline(
+        self, node: str, entity: str, key: str, value: float, state: str = "accepted", spread: float = 0.0
+    ) -> None:
+        row: Row = {
+            "node": node, "entity": entity, "key": key, "value": value, "spread": spread, "n": 48,
+            "epoch": "580", "state": state, "set_by": "ann", "set_at": self.at, "reason": "",
+        }  # fmt: skip
+        put(self.store, "baseline", [row])
 
     def sql(self, query: str, *given: Cell) -> list[tuple[Cell, ...]]:
         with self.store.reader(LIVE) as read:

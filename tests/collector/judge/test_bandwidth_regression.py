@@ -20,12 +20,8 @@ def rules() -> tuple[str, ...]:
     return (RULE,)
 
 
-def accept(fleet: "Fleet", card: "Card", value: float, state: str = "accepted", n: int = 48) -> None:
-    with fleet.store.transaction() as write:
-        write.execute(
-            "INSERT INTO live.baseline VALUES (?, ?, ?, ?, 0.002, ?, '580', ?, 'ann', ?, '')",
-            [card.node, card.entity, KEY, value, n, state, fleet.at],
-        )
+def accept(fleet: "Fleet", card: "Card", value: float, state: str = "accepted") -> None:
+    fleet.baseline(card.node, card.entity, KEY, value, state, spread=0.002)
 
 
 def bench(fleet: "Fleet", card: "Card", value: float | None, status: str = "ok") -> None:
@@ -156,11 +152,7 @@ def test_the_worst_series_speaks_for_the_card(fleet: "Fleet", judge: Judge) -> N
 
 def test_benches_of_the_host_are_judged_too(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("cpu-01", gpus=0)
-    with fleet.store.transaction() as write:
-        write.execute(
-            "INSERT INTO live.baseline VALUES ('cpu-01', 'node:', ?, 55, 0, 48, '', 'accepted', 'ann', ?, '')",
-            [KEY, fleet.at],
-        )
+    fleet.baseline("cpu-01", "node:", KEY, 55.0)
     fleet.bench("node:", "cpu-01", 30.0)
     assert fleet.find(RULE, "node:", "cpu-01")[:2] == ("crit", "slower")
 

@@ -166,8 +166,9 @@ def run_judge(script: list[tuple[str, str, bool]], restarts: set[int]) -> list[t
     store = Store.open(None)
     with store.transaction() as write:
         write.execute(
-            "CREATE TABLE live.said_of_it (ts TIMESTAMP, node VARCHAR, entity VARCHAR, verdict VARCHAR, code VARCHAR, "
-            "observed DOUBLE, expected DOUBLE, unit VARCHAR, evidence_at TIMESTAMP, reason VARCHAR, detail JSON)"
+            "CREATE TABLE live.said_of_it (ts TIMESTAMP, node VARCHAR, entity VARCHAR, verdict VARCHAR, "
+            "code VARCHAR, observed DOUBLE, expected DOUBLE, unit VARCHAR, evidence_at TIMESTAMP, "
+            "reason VARCHAR, detail JSON)"
         )
     text = HEADER.format(need="2 of 3", more='clear_after = "20s"').replace(
         "select *", "select * exclude (ts)"
@@ -193,12 +194,12 @@ def run_judge(script: list[tuple[str, str, bool]], restarts: set[int]) -> list[t
         running.run_pass(at)
     with store.reader() as read:
         stored = read.execute(
-            "SELECT rule, node, entity, state, verdict, code, began_at, fired_at, recovering_at, resolved_at, cause, incident "
-            "FROM live.finding WHERE state <> 'pending' UNION ALL "
-            "SELECT 'incident', node, entity, state, severity, title, opened_at, NULL, NULL, resolved_at, cause, number "
-            "FROM live.incident UNION ALL "
-            "SELECT 'log', what, text, '', '', '', logged_at, NULL, NULL, NULL, NULL, number FROM live.incident_log "
-            "ORDER BY ALL"
+            "SELECT rule, node, entity, state, verdict, code, began_at, fired_at, recovering_at, "
+            "resolved_at, cause, incident FROM live.finding WHERE state <> 'pending' UNION ALL "
+            "SELECT 'incident', node, entity, state, severity, title, opened_at, NULL, NULL, resolved_at, "
+            "cause, number FROM live.incident UNION ALL "
+            "SELECT 'log', what, text, '', '', '', logged_at, NULL, NULL, NULL, NULL, number "
+            "FROM live.incident_log ORDER BY ALL"
         ).fetchall()
     store.close()
     return stored
@@ -221,7 +222,7 @@ def test_a_judge_with_restarts_is_the_judge_without(
     st.integers(0, 3),
 )
 def test_firing_means_k_distinct_bad_samples(samples: list[tuple[str, int]], k: int, more: int) -> None:
-    """Whatever comes in whichever order: it fires only on k distinct bad times, clears only on a clean one."""
+    """Whatever comes, in any order: it fires only on k distinct bad times, clears only on a clean one."""
     rule = policy(f"{k} of {k + more}")
     ordered = [(word, float(second)) for word, second in samples]
     _, changes = play(rule, ordered)

@@ -1,4 +1,4 @@
-"""Rule gpu_downclocked: drills A01 and A03 and their relatives; hardware brake and heat by their own counters."""
+"""Rule gpu_downclocked: drills A01 and A03 and their relatives; hardware brake and heat by their counters."""
 
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,9 @@ def rules() -> tuple[str, ...]:
 
 
 def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
-    """Let minutes go by, with a pass when each one is whole and settled, and one a little later."""
-    for _ in range(count):
-        fleet.run(50)
-        fleet.run(5, judge)
+    """Let minutes go by, with a pass every 20 s: three see the same minute."""
+    for _ in range(3 * count):
+        fleet.run(15)
         fleet.run(5, judge)
 
 
@@ -104,11 +103,7 @@ def test_power_cap_does_not_excuse_heat_or_hardware(
 
 def test_own_baseline_comes_first(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=2)
-    with fleet.store.transaction() as write:
-        write.execute(
-            "INSERT INTO live.baseline VALUES ('gpu-001', ?, 'sm_clock_busy_mhz', 1980, 0, 48, '', 'accepted', 'ann', ?, '')",
-            [node.cards[0].entity, fleet.at],
-        )
+    fleet.baseline("gpu-001", node.cards[0].entity, "sm_clock_busy_mhz", 1980.0)
     node.cards[0].clock = 1800.0
     minutes(fleet, judge, 2)
     verdict, code, _, reason = fleet.find(RULE, node.cards[0].entity)
@@ -206,7 +201,8 @@ def test_utilisation_that_a_mig_card_does_not_have(fleet: "Fleet", judge: Judge)
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
     with fleet.store.transaction() as write:
         write.execute(
-            "INSERT INTO live.capability VALUES ('gpu-001', ?, 'gpu', 'util_pct', 'not_supported', 'NVML 3', ?)",
+            "INSERT INTO live.capability "
+            "VALUES ('gpu-001', ?, 'gpu', 'util_pct', 'not_supported', 'NVML 3', ?)",
             [card.entity, fleet.at],
         )
     assert fleet.find(RULE, card.entity)[:2] == ("n/a", "no_utilisation")

@@ -282,7 +282,8 @@ def test_one_board_serial_for_two_cards_is_delivered_once(fleet: "Fleet", judge:
     with fleet.store.transaction() as write:
         write.execute("UPDATE live.inventory SET serial = '1320000000001' WHERE kind = 'gpu'")
         write.execute(
-            "INSERT INTO live.expected VALUES ('gpu-001', NULL, '1320000000001', NULL, NULL, NULL, 'accepted', 'test', ?, '')",
+            "INSERT INTO live.expected "
+            "VALUES ('gpu-001', NULL, '1320000000001', NULL, NULL, NULL, 'accepted', 'test', ?, '')",
             [fleet.at],
         )
     fleet.run(20, judge)
