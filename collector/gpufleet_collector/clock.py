@@ -14,6 +14,10 @@ KEEP_US = 2_000_000
 """An agent's clock this close is left as it is."""
 
 WINDOW_US = 600_000_000
+_JUMP_US = 5_000_000
+"""A message that was this much faster than any before is not believed until a second one says the same."""
+
+_LONGEST_UPTIME_US = 2**52
 _FORGET_US = 8 * 86_400_000_000
 
 
@@ -35,6 +39,7 @@ class _Boot:
     """One boot of one node. `lags` is a monotonic queue: (received, difference), differences rising."""
 
     lags: deque[tuple[int, int]] = field(default_factory=deque)
+    suspect: int | None = None
     offset_us: int = 0
     seen_us: int = 0
 
@@ -61,10 +66,16 @@ class Clocks:
 
     def seen(self, node: str, boot_id: str, sent_mono_us: int, received: Receipt) -> None:
         """A message of the running boot came; 0 = it does not say when it was sent."""
-        if sent_mono_us == 0:
+        if not 0 < sent_mono_us < _LONGEST_UPTIME_US:
             return
-        lags = self._boots.setdefault((node, boot_id), _Boot()).lags
+        boot = self._boots.setdefault((node, boot_id), _Boot())
+        lags = boot.lags
         lag = received.mono_us - sent_mono_us
+        if lags and lag < lags[0][1] - _JUMP_US:
+            if boot.suspect is None or abs(lag - boot.suspect) > _JUMP_US:
+                boot.suspect = lag
+                return
+            boot.suspect = None
         while lags and lags[-1][1] >= lag:
             lags.pop()
         lags.append((received.mono_us, lag))

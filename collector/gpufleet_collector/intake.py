@@ -168,10 +168,8 @@ class Committer(threading.Thread):
                 self.progress = time.monotonic()
                 while self._gone:
                     self._commits.gone(self._gone.popleft())
-                if group:
+                if group or self._store.broken:
                     self._commit(group)
-                elif self._store.broken:
-                    self._recover()
         except _Abandoned:
             log.error("stopped while the store was broken: what was not acknowledged comes again")
         except BaseException:
@@ -180,41 +178,50 @@ class Committer(threading.Thread):
             raise
 
     def _commit(self, group: list[Item]) -> None:
+        """Commit, however long it takes; readiness is red from the first failure until it is done."""
+        why, pause_s = "", 0.1
         while True:
             try:
                 outcome = self._commits.commit(group)
                 break
-            except StoreBroken:
-                if self._recover():
+            except StoreBroken as error:
+                why = why or str(error)
+                self._state.set_ready("store", f"store: {error}")
+                if self._recover(pause_s):
                     return
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
         self.progress = time.monotonic()
         self._deliver(outcome)
+        if why:
+            self._healed("store_reopened", why)
 
-    def _recover(self) -> bool:
-        """Open the store again, however long it takes. Returns whether it had to begin a new file."""
-        why = self._store.broken
-        self._state.set_ready("store", f"store: {why}")
-        pause_s = 0.1
+    def _recover(self, pause_s: float) -> bool:
+        """Wait, then open the store again. Returns whether it had to begin a new file: the group is void then."""
         while True:
             self.progress = time.monotonic()
             if self._stopping.wait(pause_s):
                 raise _Abandoned
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             try:
                 self._store.reopen()
-                replaced = bool(self._store.replaced)
-                if replaced:
-                    self._intake.clear()
-                    self._deliver(Outcome(replaced=self._commits.forget()))
+                if not self._store.replaced:
+                    self._commits.load()
+                    return False
+                self._intake.clear()
+                self._deliver(Outcome(replaced=self._commits.forget()))
                 self._commits.load()
-                kind = "store_replaced" if replaced else "store_reopened"
-                self._commits.tell(kind, now_us(), self._store.replaced or why)
-                break
+                self._healed("store_replaced", self._store.replaced)
+                return True
             except (StoreUnusable, StoreBroken) as error:
                 log.debug("store: not yet: %s", error)
-        log.warning("store: open again")
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    def _healed(self, kind: str, why: str) -> None:
+        try:
+            self._commits.tell(kind, now_us(), why)
+        except StoreBroken:
+            return  # the next group finds it broken again
+        log.warning("store: works again")
         self._state.set_ready("store", "")
-        return replaced
 
 
 class _Abandoned(Exception):

@@ -28,6 +28,7 @@ from gpufleet_collector.config import CollectorConfig, check
 from gpufleet_collector.documents import Health
 from gpufleet_collector.ingest import IngestServicer
 from gpufleet_collector.judge import Judge
+from gpufleet_collector.limits import check_settings
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.retention import DiskWatch, Retention
 from gpufleet_collector.state import State
@@ -126,6 +127,7 @@ def read_config(
         config, **{key: value for key, value in over.items() if value is not None}
     )
     check(config, where)
+    check_settings(config, load_rules())
     return config
 
 
@@ -165,6 +167,7 @@ class Collector:
         self.judge = Judge(store, config)
         self.port = 0
         """Where it listens, once it does."""
+        self.ingest: IngestServicer
         self._credentials = credentials
         self._notifier = Notifier()
         self._stop = asyncio.Event()
@@ -178,7 +181,7 @@ class Collector:
     async def run(self) -> None:
         """Serve until `stop`."""
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
-        ingest = IngestServicer(self.store, self.state, self.config.ingest)
+        self.ingest = ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
         fleet = FleetServicer(self.store, self.judge.policies, self._health)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -198,7 +201,7 @@ class Collector:
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
         ]
         if self._notifier.watchdog_s is not None:
-            tasks.append(asyncio.create_task(self._watchdog(ingest, self._notifier.watchdog_s)))
+            tasks.append(asyncio.create_task(self._watchdog(self._notifier.watchdog_s)))
         host = self.config.listen.rpartition(":")[0]
         log.info("collector %s listens on %s:%d, store %s", __version__, host, self.port, self.store.path)
         self._notifier.send(f"READY=1\nSTATUS=listening on {host}:{self.port}")
@@ -252,13 +255,17 @@ class Collector:
                 self._notifier.send(f"STATUS={f'not ready: {reason}' if reason else 'ready'}")
             await asyncio.sleep(0.2)
 
-    async def _watchdog(self, ingest: IngestServicer, every_s: float) -> None:
+    async def _watchdog(self, every_s: float) -> None:
         """Ping only while the committer gets on; this loop pings, so a stuck loop does not."""
         while True:
-            committer = ingest.committer
-            if committer.is_alive() and time.monotonic() - committer.progress < COMMITTER_DEADLINE_S:
+            if self.gets_on():
                 self._notifier.send("WATCHDOG=1")
             await asyncio.sleep(every_s)
+
+    def gets_on(self) -> bool:
+        """Whether the committer lives and was not stuck lately."""
+        committer = self.ingest.committer
+        return committer.is_alive() and time.monotonic() - committer.progress < COMMITTER_DEADLINE_S
 
 
 if __name__ == "__main__":

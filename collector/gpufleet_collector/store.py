@@ -90,6 +90,7 @@ class Store:
         self.replaced = replaced
         """Why the file found at opening was put aside, and where it is now; empty = it was not."""
         self._file = path
+        self._told = ""
         self._connection = connection
         self._lock = threading.RLock()
         self.tables: dict[str, dict[str, Type]] = {}
@@ -167,7 +168,9 @@ class Store:
 
     def _give_up(self, error: BaseException) -> None:
         self.broken = " ".join(str(error).split())[:500]
-        log.error("store: %s: must be opened again: %s", self.path, self.broken)
+        if self.broken != self._told:
+            self._told = self.broken
+            log.error("store: %s: must be opened again: %s", self.path, self.broken)
 
     def checkpoint(self) -> None:
         """Move the log into the file. After every change of tables, so that no replay has to redo one.
@@ -190,7 +193,13 @@ class Store:
 
     @contextmanager
     def reader(self, search_path: str = PEOPLE) -> Iterator[duckdb.DuckDBPyConnection]:
-        """A cursor of its own, for reading; unqualified names resolve through `search_path`."""
+        """A cursor of its own, for reading; unqualified names resolve through `search_path`.
+
+        Raises:
+            StoreBroken: The engine gave up: nothing can be read until it is opened again.
+        """
+        if self.broken:
+            raise StoreBroken(self.broken)
         cursor = self._connection.cursor()
         try:
             cursor.execute(f"SET search_path = '{search_path}'")
@@ -256,7 +265,7 @@ class Store:
         """Checkpoint and close the file."""
         with self._lock:
             if not self.broken:
-                with suppress(StoreBroken):
+                with suppress(StoreBroken, duckdb.Error):
                     self.checkpoint()
             with suppress(duckdb.Error):
                 self._connection.close()

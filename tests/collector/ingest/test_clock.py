@@ -157,6 +157,18 @@ def test_T02_delays_never_look_like_a_clock_that_is_behind_by_more_than_the_fast
     assert offset == (true if abs(true) > KEEP_US else 0)
 
 
+def test_T02_one_message_with_an_impossible_clock_is_not_believed() -> None:
+    clocks = Clocks()
+    for second in range(1, 5):
+        clocks.seen("n", "b", second * 1_000_000, receipt(second * 1_000_000))
+    for odd in (3600_000_000, 7_200_000_000, 2**60, -5):
+        clocks.seen("n", "b", odd, receipt(5_000_000))
+        assert clocks.offset_us("n", "b", receipt(5_000_000).wall_us, 5_000_000, receipt(5_000_000)) == 0
+    for second in (6, 7):  # the collector had been slow from the start: two messages agree
+        clocks.seen("n", "b", (second + 60) * 1_000_000, receipt(second * 1_000_000))
+    assert clocks.offset_us("n", "b", receipt(7_000_000).wall_us, 67_000_000, receipt(7_000_000)) == 0
+
+
 def test_T02_the_collectors_own_clock_may_be_stepped() -> None:
     clocks = Clocks()
     clocks.seen("n", "b", 1_000_000, receipt(1_000_000))
