@@ -85,6 +85,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._now = now
         self._sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
         self._snapshot: _Snapshot | None = None
+        self._changes = 0
 
     async def keep_status_ready(self) -> None:
         """Build the status again and again, so that whoever asks waits for no query; runs until cancelled.
@@ -92,7 +93,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         A build that fails or hangs leaves no old answer standing: one is served for three rounds at most.
         """
         while True:
-            began = time.monotonic()
+            began, changes = time.monotonic(), self._changes
             try:
                 body = await asyncio.to_thread(self._build, self._status)
             except Exception as error:  # the store may be closed or broken; who asks is told so
@@ -101,7 +102,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 continue
             took = time.monotonic() - began
             pause = max(SNAPSHOT_MIN_S, took / SNAPSHOT_LOAD)
-            self._snapshot = _Snapshot(body, began, began + 3 * (pause + took))
+            if changes == self._changes:
+                self._snapshot = _Snapshot(body, began, began + 3 * (pause + took))
             await asyncio.sleep(pause)
 
     async def GetVersion(
@@ -212,6 +214,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             )
 
         done = await self._try(context, work)
+        self._forget_snapshot()
         return fleet_pb2.AcceptInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def ImportInventory(
@@ -226,6 +229,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             )  # fmt: skip
 
         done = await self._try(context, work)
+        self._forget_snapshot()
         return fleet_pb2.ImportInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def Explain(
@@ -258,6 +262,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         for at, chunk in enumerate(answer.chunks, 1):
             last = at == len(answer.chunks)
             yield fleet_pb2.RunSqlResponse(rows_json=chunk, truncated=answer.truncated and last)
+
+    def _forget_snapshot(self) -> None:
+        """Whoever accepts and then looks must see it: also one that is being built now is too old."""
+        self._snapshot, self._changes = None, self._changes + 1
 
     def _differences(self, now: datetime) -> Sequence[Difference]:
         return inventory.diff(self._store, at=now)

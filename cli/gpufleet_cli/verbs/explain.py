@@ -10,7 +10,7 @@ from gpufleet_cli.verbs.incidents import clock
 from gpufleet_cli.verbs.node import limit_of
 
 
-@click.command()
+@click.command(short_help="Why something is judged as it is.")
 @click.argument("subject", nargs=-1, required=True)
 @options
 @click.pass_context

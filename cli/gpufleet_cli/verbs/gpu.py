@@ -8,7 +8,7 @@ from gpufleet_cli.settings import Settings, options
 from gpufleet_cli.verbs.node import finding_lines, limit_of
 
 
-@click.command()
+@click.command(short_help="One card, by any of its names.")
 @click.argument("card", metavar="ID")
 @options
 @click.pass_context

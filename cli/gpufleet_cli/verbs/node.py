@@ -8,7 +8,7 @@ from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
 
 
-@click.command()
+@click.command(short_help="One node, or every node.")
 @click.argument("name", required=False, default="")
 @options
 @click.pass_context
