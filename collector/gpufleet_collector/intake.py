@@ -196,7 +196,7 @@ class Committer(threading.Thread):
             self._healed("store_reopened", why)
 
     def _recover(self, pause_s: float) -> bool:
-        """Wait, then open the store again. Returns whether it had to begin a new file: the group is void then."""
+        """Wait, then open the store again. True when a new file was begun: the group is void then."""
         while True:
             self.progress = time.monotonic()
             if self._stopping.wait(pause_s):
