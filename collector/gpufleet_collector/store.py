@@ -308,6 +308,9 @@ def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, s
         return _connect(path), f"{text[:300]}; kept as {aside}"
 
 
+_MOST_THREADS = 8
+"""One core is left to the streams: an engine that takes them all makes every insert a third dearer."""
+
 _LOG_MIB = 64
 """The log is moved into the file at this size: half the work of the engine's 16 MiB, no longer stalls."""
 
@@ -320,6 +323,7 @@ def _connect(path: Path | None) -> duckdb.DuckDBPyConnection:
     config: dict[str, str | bool | int | float | list[str]] = {
         "storage_compatibility_version": "v1.5.0",  # both majors read it
         "checkpoint_threshold": f"{log_mib}MiB",
+        "threads": max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)),
     }
     return duckdb.connect(str(path) if path else ":memory:", config=config)
 
