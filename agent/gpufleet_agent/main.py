@@ -135,6 +135,10 @@ def bench(name: str, config_path: Path | None, output: str) -> None:
 @click.option("--collector", default="127.0.0.1:7443", show_default=True, help="HOST:PORT of the collector.")
 @click.option("--insecure", is_flag=True, help="Send in plain text to a collector on another machine.")
 @click.option("--state-dir", default=None, type=click.Path(path_type=Path), help="Keep the spools here.")
+@click.option(
+    "--bench-every", default=60.0, show_default=True, type=click.FloatRange(min=0),
+    help="Seconds between two benches of a host; 0 = none.",
+)  # fmt: skip
 @click.option("--inventory-csv", default=None, type=click.Path(path_type=Path), help="Write it and end.")
 @click.option("--baseline-csv", default=None, type=click.Path(path_type=Path), help="Write it and end.")
 def simulate(
@@ -142,6 +146,7 @@ def simulate(
     collector: str,
     insecure: bool,
     state_dir: Path | None,
+    bench_every: float,
     inventory_csv: Path | None,
     baseline_csv: Path | None,
 ) -> None:
@@ -162,7 +167,7 @@ def simulate(
     if inventory_csv is not None or baseline_csv is not None:
         return
     try:
-        asyncio.run(_simulate(scenario, collector, insecure, state_dir))
+        asyncio.run(_simulate(scenario, collector, insecure, state_dir, bench_every))
     except ConfigError as error:
         raise _Refused(str(error)) from error
 
@@ -277,7 +282,9 @@ def _serve(config: "AgentConfig") -> None:
     asyncio.run(serve())
 
 
-async def _simulate(scenario: Path, collector: str, insecure: bool, state_dir: Path | None) -> None:
+async def _simulate(
+    scenario: Path, collector: str, insecure: bool, state_dir: Path | None, bench_every: float
+) -> None:
     """Play until told to stop.
 
     Raises:
@@ -290,7 +297,12 @@ async def _simulate(scenario: Path, collector: str, insecure: bool, state_dir: P
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with tempfile.TemporaryDirectory(prefix="gpufleet-") as scratch:
         await play.run(
-            scenario, collector, state_dir=state_dir or Path(scratch), stop=stop, insecure=insecure
+            scenario,
+            collector,
+            state_dir=state_dir or Path(scratch),
+            stop=stop,
+            insecure=insecure,
+            bench_every_s=bench_every,
         )
 
 
