@@ -43,7 +43,8 @@ class Watched:
 
     Attributes:
         child: The process.
-        seen: The record that was found overdue; it must be there twice.
+        seen: What it was doing at the last look. Only what is seen twice can be overdue: after a pause of the
+            whole machine every call looks late.
         planned: It was told to end.
         sweeps: What a trial read.
     """
@@ -252,13 +253,12 @@ class Isolation:
 
     def _narrower(self, card: str, phase: str) -> str:
         """What the next child must leave out so that it does less than this one did."""
-        probe = phase if phase.startswith("probe ") else ""
-        if probe and probe != "probe gpu":
-            return probe
+        if phase.startswith("probe ") and phase != "probe gpu":
+            return phase
         for what in (card, ""):
             if not self._episodes.is_hung(what):
                 return what
-        return probe or "probe gpu"
+        return "probe gpu"
 
     def _overdue(self, watched: Watched, now: float) -> tuple[Doing, str] | None:
         """The call or phase of a child that is past its deadline, seen so twice; and the phase around it."""
@@ -269,11 +269,10 @@ class Isolation:
         if doing is None:
             # not in a call that a driver announced: it may just be a slow machine
             doing, patience = phase, max(10 * patience, 30.0)
+        before, watched.seen = watched.seen, doing
         if doing is None or now - doing.since <= patience:
-            watched.seen = None
             return None
-        twice = watched.seen is not None and watched.seen.number == doing.number
-        watched.seen = doing
+        twice = before is not None and before.number == doing.number
         return (doing, phase.call if phase else "") if twice else None
 
     # ---- orphans

@@ -91,6 +91,7 @@ class Sampler:
         self._clock = clock
         self._unread = b""
         self._doing = ""
+        self._probes = frozenset(settings.probes)
         self._inventory_wanted = True
         self._found: dict[str, tuple[str, list[str]]] = {}
         self._said: set[str] = set()
@@ -122,9 +123,7 @@ class Sampler:
                 return
 
     def _do(self, job: Job) -> None:
-        self._doing = job.name
-        if self._progress:
-            self._progress.begin(job.name)
+        self._begin(job.name)
         try:
             job.run()
         finally:
@@ -189,15 +188,19 @@ class Sampler:
         self._found[name] = found
         if changed or self._inventory_wanted:
             self._inventory_wanted = False
-            self._send(read_inventory(self._host))
+            # without the bus if its probe does not run: it is left out where it hangs
+            self._send(read_inventory(self._host, self._begin, bus="pci" in self._probes))
 
     def _send(self, message: pipe.Message) -> None:
-        if self._progress is None:
-            pipe.send(self._out, message)
-            return
-        self._progress.rest()  # a slow reader is not a slow driver
+        if self._progress:
+            self._progress.rest()  # a slow reader is not a slow driver
         pipe.send(self._out, message)
-        self._progress.begin(self._doing)
+        self._begin(self._doing)
+
+    def _begin(self, phase: str) -> None:
+        self._doing = phase
+        if self._progress:
+            self._progress.begin(phase)
 
     def _complain(self, text: str) -> None:
         if text not in self._said and len(self._said) < 1000:
@@ -212,14 +215,25 @@ _BUS_ATTRIBUTES = (
 )  # fmt: skip
 
 
-def read_inventory(host: GuardedHost) -> pipe.Inventory:
-    """Everything the host is made of. Without a card that does not answer it is marked incomplete."""
+def read_inventory(
+    host: GuardedHost, begin: Callable[[str], None] = lambda phase: None, *, bus: bool = True
+) -> pipe.Inventory:
+    """Everything the host is made of. Without a card that does not answer it is marked incomplete.
+
+    Args:
+        host: What to read.
+        begin: Told what is being read, so that a hang is put down to the right thing.
+        bus: Whether to read what is on the bus.
+    """
     ts_us = wall_us()
+    begin("inventory")
     items = [host.node()]
-    complete = host.whole
-    for row in host.pci_devices():
+    complete = host.whole and bus
+    begin("probe pci")
+    for row in host.pci_devices() if bus else ():
         found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
+    begin("inventory")
     try:
         gpus = host.gpus()
     except DriverError:

@@ -282,6 +282,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def baseline_csv(self) -> str:
         """What every card's busy clock and host-to-device bench looked like when accepted."""
+        # here, because measuring needs the host interface and reading a scenario does not
+        from gpufleet_agent.benches import h2d as bench
+        from gpufleet_agent.measure import params_hash
+
+        series = f"h2d/{bench.VERSION}/{bench.CONVENTION}/{params_hash(bench.PARAMS)}"
         rows: list[tuple[str, ...]] = []
         for node, _, board in self._boards():
             model = self.model(node)
@@ -289,7 +294,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             clock = cards.busy_clock_mhz(model, board)
             h2d = cards.h2d_gb_per_s(model, board, model.pcie_gen, 16)
             rows.append((node, entity, "sm_clock_busy_mhz", f"{clock:g}", "0.005", "60"))
-            rows.append((node, entity, "h2d", f"{h2d:.3f}", f"{cards.H2D_SPREAD:g}", "20"))
+            key = f"{series}/pcie{model.pcie_gen}x16"
+            rows.append((node, entity, key, f"{h2d:.3f}", f"{cards.H2D_SPREAD:g}", "20"))
         return _csv(("node", "entity", "key", "value", "spread", "n"), rows)
 
     def faults_expected(self) -> tuple[Expected, ...]:

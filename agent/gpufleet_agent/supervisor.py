@@ -228,7 +228,7 @@ class Supervisor:
             await self.isolation.stop()
         self.report(happened("agent_stop", "node:", f"agent {__version__} was told to stop"))
         self._guarded("seal", self._seal)
-        await self.push.drain(self._patience.stop_s)
+        await self.push.drain(self._patience.stop_s if self.push.connected else 0.0)
 
     # ---- duties
 

@@ -89,6 +89,11 @@ def number(value: object, digits: int = 0) -> str:
     return f"{value:.{digits}f}"
 
 
+def brief(value: object) -> str:
+    """A measured value with six digits at most."""
+    return f"{value:.6g}" if isinstance(value, float) else text(value)
+
+
 def text(value: object) -> str:
     """One cell of a table; NULL stays NULL."""
     if value is None:
@@ -145,17 +150,25 @@ class Column:
     fold: bool = False
 
 
+MIN_FOLD = 32
+"""Columns below which folded text gets lines of its own."""
+
+
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str = ""
 ) -> list[str]:
-    """Aligned lines with a header. Only a column that folds gives way to `limit`; nothing is cut."""
+    """Aligned lines with a header. Only columns that fold give way to `limit`; nothing is cut.
+
+    Where the last column would become too narrow to read, its text stands below its line instead.
+    """
     widths = [
         max([_cells(column.title), *(_cells(row[n]) for row in rows)]) for n, column in enumerate(columns)
     ]
-    for n, column in enumerate(columns):
-        if column.fold:
-            others = sum(widths) - widths[n] + 2 * (len(columns) - 1) + len(indent)
-            widths[n] = max(20, min(widths[n], limit - others))
+    room = limit - sum(widths[:-1]) - 2 * (len(columns) - 1) - len(indent)
+    if columns[-1].fold and room < min(MIN_FOLD, widths[-1]):
+        return _with_text_below(columns, rows, limit, indent)
+    if columns[-1].fold:
+        widths[-1] = min(widths[-1], room)
     lines = []
     for row in [[column.title for column in columns], *rows]:
         folded = [_wrap(cell, widths[n]) if columns[n].fold else [cell] for n, cell in enumerate(row)]
@@ -163,6 +176,18 @@ def table(
             cells = [parts[at] if at < len(parts) else "" for parts in folded]
             line = "  ".join(_pad(cell, widths[n], columns[n].right) for n, cell in enumerate(cells))
             lines.append((indent + line).rstrip())
+    return lines
+
+
+def _with_text_below(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str
+) -> list[str]:
+    head, *body = table(columns[:-1], [row[:-1] for row in rows], limit, indent)
+    lines = [f"{head}  {columns[-1].title}"]
+    for line, row in zip(body, rows, strict=True):
+        lines.append(line)
+        if row[-1]:
+            lines.extend(wrap_line(f"{indent}    {row[-1]}", limit, f"{indent}    "))
     return lines
 
 

@@ -20,6 +20,9 @@ Document = dict[str, object]
 LOOKBACK = "10 minutes"
 """How far back the newest sample of a card is looked for."""
 
+STATE_LOOKBACK_S = 120.0
+"""The same for states, at least: a node is silent after 90 s."""
+
 EVENT_WINDOW = "10 minutes"
 MAX_EVENTS = 200
 MAX_RESOLVED = 500
@@ -80,18 +83,28 @@ def age_s(now: datetime, at: object) -> float | None:
 
 # ---- status and nodes ----
 
-_NODES = f"""
-    SELECT node, state, expectation, model, gpus_expected, gpus_ok, gpus_degraded, gpus_critical,
-           gpus_no_data, gpus_extra, received_at, age_s, agent_version, offset_s, conflict, flags,
-           list_transform(findings, lambda f: f.reason) AS reasons
-    FROM nodes_at($now, '{LOOKBACK}')
+_NODES = """
+    SELECT n.node, state, expectation, model, gpus_expected, gpus_ok, gpus_degraded, gpus_critical,
+           gpus_no_data, gpus_extra, greatest(n.received_at, h.received_at) AS received_at, agent_version,
+           n.offset_s, conflict, flags, list_transform(findings, lambda f: f.reason) AS reasons
+    FROM nodes_at($now, $lookback) n LEFT JOIN heard_at($now, '1 hour') h USING (node)
 """
+
+
+def _nodes(read: duckdb.DuckDBPyConnection, now: datetime, name: str | None = None) -> list[Row]:
+    """All nodes or one. States need samples of the time in which one is fresh, not of ten minutes."""
+    slowest = read.execute("SELECT max(fresh_s(interval_s)) FROM probe WHERE probe = 'gpu'").fetchone()
+    fresh_s = float(slowest[0]) if slowest and slowest[0] is not None else 0.0
+    parameters: dict[str, object] = {"now": now, "lookback": f"{max(STATE_LOOKBACK_S, fresh_s):.0f} seconds"}
+    if name is None:
+        return rows(read, f"{_NODES} ORDER BY node", parameters)
+    return rows(read, f"{_NODES} WHERE n.node = $node", {**parameters, "node": name})
 
 
 def status(read: duckdb.DuckDBPyConnection, now: datetime, version: str, health: Health) -> Document:
     """The 30-second screen."""
-    found = rows(read, _NODES + " ORDER BY node", {"now": now})
-    nodes = [_node(row) for row in found]
+    found = _nodes(read, now)
+    nodes = [_node(row, now) for row in found]
     seen = [row["received_at"] for row in found if isinstance(row["received_at"], datetime)]
     newest = max(seen, default=None)
     return document(
@@ -119,16 +132,13 @@ def status(read: duckdb.DuckDBPyConnection, now: datetime, version: str, health:
 
 def node_list(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
     """Every node, an item each."""
-    return document(
-        "NodeList", now, [_node(row) for row in rows(read, _NODES + " ORDER BY node", {"now": now})]
-    )
+    return document("NodeList", now, [_node(row, now) for row in _nodes(read, now)])
 
 
-def _node(row: Row) -> Row:
+def _node(row: Row, now: datetime) -> Row:
     """One node as status and lists show it."""
     reasons = row["reasons"]
     expected, extra = int(str(row["gpus_expected"])), int(str(row["gpus_extra"]))
-    age = row["age_s"]
     return {
         "node": row["node"],
         "state": row["state"],
@@ -144,7 +154,7 @@ def _node(row: Row) -> Row:
         "model": row["model"],
         "expectation": None if row["expectation"] == "none" else row["expectation"],
         "seen_at": iso(row["received_at"]),
-        "age_s": round(age, 3) if isinstance(age, float) else None,
+        "age_s": age_s(now, row["received_at"]),
         "agent_version": row["agent_version"],
         "clock_offset_s": row["offset_s"],
         "conflict": row["conflict"] or None,
@@ -180,10 +190,10 @@ def one_node(
     Raises:
         NotFound: No node has that name.
     """
-    found = rows(read, _NODES + " WHERE node = $node", {"now": now, "node": name})
+    found = _nodes(read, now, name)
     if not found:
         raise NotFound(f"no node {name!r}: see fleet node{_similar(read, now, name)}")
-    node = _node(found[0])
+    node = _node(found[0], now)
     node["counts"] = node.pop("gpus")
     node["gpus"] = cards(read, now, name)
     node["findings"] = findings(read, now, "node = ?", [name])
@@ -488,7 +498,7 @@ def incidents(read: duckdb.DuckDBPyConnection, now: datetime, open_only: bool) -
     found = rows(
         read,
         f"""
-        SELECT i.*, r.runbook
+        SELECT i.*, r.runbook, r.title AS rule_title
         FROM incident i LEFT JOIN rule r ON r.rule = i.cause_rule
         {"WHERE i.state = 'open'" if open_only else ""}
         ORDER BY i.state = 'resolved', i.severity, i.opened_at DESC, i.number DESC
@@ -522,6 +532,7 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         "state": row["state"],
         "severity": row["severity"],
         "title": row["title"],
+        "headline": _headline(row),
         "cause_rule": row["cause_rule"],
         "node": row["node"],
         "entity": row["entity"],
@@ -543,6 +554,12 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
     }
 
 
+def _headline(row: Row) -> str:
+    """The title without the reason, which is shown beside it and may be newer."""
+    title, rule = str(row["title"]), row["rule_title"]
+    return str(rule) if rule and title.startswith(f"{rule}: ") else title
+
+
 def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) -> Document:
     """One incident with findings, log, and what else happened on the node around its opening.
 
@@ -551,7 +568,8 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     """
     found = rows(
         read,
-        "SELECT i.*, r.runbook FROM incident i LEFT JOIN rule r ON r.rule = i.cause_rule WHERE number = ?",
+        "SELECT i.*, r.runbook, r.title AS rule_title FROM incident i "
+        "LEFT JOIN rule r ON r.rule = i.cause_rule WHERE number = ?",
         [min(number, 2**63 - 1)],
     )
     if not found:
@@ -574,7 +592,10 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
             [row["number"]],
         )
     ]
-    incident["events"] = _events(read, sorted(nodes), row["opened_at"])
+    where = places(read, now, nodes)
+    incident["events"] = [
+        {**event, "place": place_of(event, where)} for event in _events(read, sorted(nodes), row["opened_at"])
+    ]
     return document("Incident", now, [incident])
 
 

@@ -10,7 +10,7 @@ import duckdb
 
 from gpufleet_collector import documents
 from gpufleet_collector.documents import Ambiguous, Document, NotFound, Row, age_s, iso, rows
-from gpufleet_collector.rules import Rule
+from gpufleet_collector.findings import Policy
 from gpufleet_collector.sandbox import plain
 
 log = logging.getLogger(__name__)
@@ -59,16 +59,15 @@ def explain(
 _KINDS = ("rule", "incident", "node", "gpu")
 
 
-def header(rule: Rule) -> dict[str, object]:
-    """What a rule's header says beyond its row in table rule."""
-    said = rule.header
+def header(policy: Policy) -> dict[str, object]:
+    """How a rule's verdicts become findings here, beyond its row in table rule."""
     return {
-        "for_code": dict(said.for_code),
-        "min_duration": said.min_duration,
-        "boot_grace": said.boot_grace,
-        "max_severity": said.max_severity,
-        "latch": said.latch,
-        "covers": said.covers or None,
+        "for_code": {code: f"{need.k} of {need.n}" for code, need in policy.code_needs.items()},
+        "min_duration_s": policy.min_duration.total_seconds(),
+        "boot_grace_s": policy.boot_grace.total_seconds(),
+        "max_severity": policy.max_severity,
+        "latch": policy.latch,
+        "covers": policy.covers or None,
     }
 
 

@@ -159,7 +159,8 @@ def begin(policy: Policy, verdict: Verdict, as_of: datetime) -> tuple[Finding, s
         began_at=verdict.evidence_at, fired_at=None, recovering_at=None, resolved_at=None, cause=None,
         last_evidence_at=datetime.min, updated_at=as_of,
     )  # fmt: skip
-    return finding, step(policy, finding, verdict, as_of) or "began"
+    fired = step(policy, finding, verdict, as_of) == "fired"
+    return finding, "fired" if fired else "began"
 
 
 def step(policy: Policy, finding: Finding, verdict: Verdict, as_of: datetime) -> str:

@@ -79,6 +79,10 @@ def learn(store: Store, as_of: datetime) -> list[str]:
     if not {"gpu", "pci", "agent"} <= store.tables.keys():
         return []
     with store.reader(LIVE) as read:
+        if not read.execute(
+            "SELECT 1 FROM node WHERE node NOT IN (SELECT node FROM expected) LIMIT 1"
+        ).fetchone():
+            return []
         nodes = [row[0] for row in read.execute(_WHOLE, {"as_of": as_of}).fetchall()]
     if not nodes:
         return []

@@ -26,7 +26,7 @@ from gpufleet_collector.store import LIVE, Store
 log = logging.getLogger(__name__)
 
 AWAY = timedelta(seconds=30)
-"""A longer time without a pass means that the collector was away: that time proves nothing."""
+"""A longer time without a pass (and three intervals) means that the collector was away: it proves nothing."""
 
 KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
 
@@ -103,6 +103,7 @@ class Judge:
         self._last_pass: datetime | None = None
         self._shifted: list[Finding] = []
         self._pairs: object = None
+        self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
         self._warm_until: datetime | None = None
@@ -126,6 +127,26 @@ class Judge:
         views.create(self._store)
         self._pairs = None
 
+    def compile(self, as_of: datetime) -> None:
+        """Write table `limits` again when a node or card model came or went."""
+        with self._store.reader(LIVE) as read:
+            mark = read.execute(
+                "SELECT * FROM (SELECT count(*), sum(hash(node)) FROM node), "
+                "(SELECT count(*), max(set_at) FROM expected WHERE set_at <= $at), "
+                "(SELECT count(*), max(valid_from) FROM inventory WHERE valid_from <= $at)",
+                {"at": as_of},
+            ).fetchone()
+            if mark == self._pairs:
+                return
+            pairs = read.execute(
+                "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+                "UNION SELECT node, '' FROM node_list($at)",
+                {"at": as_of},
+            ).fetchall()
+        with self._store.transaction() as write:
+            compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs = mark
+
     def run_pass(self, as_of: datetime) -> PassReport:
         """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
         as_of = as_of.astimezone(UTC).replace(tzinfo=None) if as_of.tzinfo else as_of
@@ -133,8 +154,9 @@ class Judge:
         report = PassReport(as_of)
         self.prepare()
         inventory.learn(self._store, as_of)
+        self.compile(as_of)
         with self._store.reader(LIVE) as read:
-            self._compile(read, as_of)
+            self._follow_renames(read)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
             answers = [self._ask(read, rule, as_of) for rule in due]
@@ -183,28 +205,21 @@ class Judge:
             self._last_pass, policy.every_s
         )
 
-    def _compile(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
-        """Table `limits` again when a node or card model came or went."""
-        query = (
-            "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
-            "UNION SELECT node, '' FROM node_list($at)"
-        )
-        mark = read.execute(f"SELECT count(*), sum(hash(p)) FROM ({query}) p", {"at": as_of}).fetchone()
-        if mark == self._pairs:
-            return
-        pairs = read.execute(query, {"at": as_of}).fetchall()
-        with self._store.transaction() as write:
-            compile_limits(write, self._rules, self._settings, pairs)
-        self._pairs = mark
+    def _follow_renames(self, read: duckdb.DuckDBPyConnection) -> None:
+        """A renamed node's findings go by the new name in the store: take them from there."""
+        mark = read.execute("SELECT count(*), max(renamed_at) FROM node_alias").fetchone()
+        if mark != self._renames:
+            self._renames = mark
+            self._load()
 
     def _begin(self, read: duckdb.DuckDBPyConnection, as_of: datetime) -> None:
         """Notice that the collector was away, and wait for the agents that it knew."""
         last = self._last_pass
-        away = last is not None and as_of - last > AWAY
+        away = last is not None and as_of - last > max(AWAY, timedelta(seconds=3 * self.every_s))
         if last is not None and (self._first or away):
             known = read.execute("SELECT node FROM heard_at(?, '90 seconds')", [last]).fetchall()
             self._awaited = {row[0] for row in known}
-            self._warm_until, self._waiting_since = as_of + self._warm_up, as_of
+            self._warm_until, self._waiting_since = as_of + self._warm_up, last
             if away:
                 for finding in self._tracked.values():
                     if finding.recovering_at is not None:

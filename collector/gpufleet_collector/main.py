@@ -31,7 +31,6 @@ from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import check_settings
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.retention import DiskWatch, Retention
-from gpufleet_collector.rules import load_rules
 from gpufleet_collector.state import State
 from gpufleet_collector.store import Store, StoreUnusable
 
@@ -165,8 +164,7 @@ class Collector:
         self.config = config
         self.store = store
         self.state = State()
-        self._rules = load_rules()
-        self.judge = Judge(store, config, rules=self._rules)
+        self.judge = Judge(store, config)
         self.port = 0
         """Where it listens, once it does."""
         self.ingest: IngestServicer
@@ -185,7 +183,7 @@ class Collector:
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         self.ingest = ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
-        fleet = FleetServicer(self.store, self._rules, self._health)
+        fleet = FleetServicer(self.store, self.judge.policies, self._health)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         readiness = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(readiness, server)
@@ -198,6 +196,7 @@ class Collector:
         self.state.set_ready("start", "")
         tasks = [
             asyncio.create_task(self._readiness(readiness)),
+            asyncio.create_task(fleet.keep_status_ready()),
             asyncio.create_task(DiskWatch(self.store.path.parent, self.config.disk, ingest.pause).run()),
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
         ]

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -19,13 +21,17 @@ from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
 from gpufleet_collector import documents, explain, inventory, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
+from gpufleet_collector.findings import Policy
 from gpufleet_collector.inventory import Difference, InventoryError, Pinned
-from gpufleet_collector.rules import Rule
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
+SNAPSHOT_MIN_S = 1.0
+SNAPSHOT_LOAD = 0.05
+"""Share of one core that keeping the status ready may take: a larger fleet has an older one."""
+
 SQL_AT_ONCE = 2
 """Statements of people that run at once; others wait. Memory is shared with ingest."""
 
@@ -47,12 +53,21 @@ def _now() -> datetime:
     return datetime.now(UTC).replace(tzinfo=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A status document that was built `built` (monotonic seconds) and is good until `until`."""
+
+    body: bytes
+    built: float
+    until: float
+
+
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Answers the CLI from the store.
 
     Args:
         store: Where everything is.
-        rules: Every rule, for what their headers say.
+        policies: How each rule's verdicts become findings (`Judge.policies`).
         health: How the collector is, right now.
         now: The collector's clock, naive UTC.
     """
@@ -60,15 +75,36 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(
         self,
         store: Store,
-        rules: Sequence[Rule],
+        policies: Mapping[str, Policy],
         health: Callable[[], Health],
         now: Callable[[], datetime] = _now,
     ) -> None:
         self._store = store
-        self._headers = {rule.name: explain.header(rule) for rule in rules}
+        self._headers = {name: explain.header(policy) for name, policy in policies.items()}
         self._health = health
         self._now = now
         self._sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
+        self._snapshot: _Snapshot | None = None
+        self._changes = 0
+
+    async def keep_status_ready(self) -> None:
+        """Build the status again and again, so that whoever asks waits for no query; runs until cancelled.
+
+        A build that fails or hangs leaves no old answer standing: one is served for three rounds at most.
+        """
+        while True:
+            began, changes = time.monotonic(), self._changes
+            try:
+                body = await asyncio.to_thread(self._build, self._status)
+            except Exception as error:  # the store may be closed or broken; who asks is told so
+                log.debug("status: not ready: %s", error)
+                await asyncio.sleep(SNAPSHOT_MIN_S)
+                continue
+            took = time.monotonic() - began
+            pause = max(SNAPSHOT_MIN_S, took / SNAPSHOT_LOAD)
+            if changes == self._changes:
+                self._snapshot = _Snapshot(body, began, began + 3 * (pause + took))
+            await asyncio.sleep(pause)
 
     async def GetVersion(
         self, request: fleet_pb2.GetVersionRequest, context: Context
@@ -87,12 +123,18 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def GetStatus(
         self, request: fleet_pb2.GetStatusRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.GetStatusResponse]:
-        """Counters, open incidents, nodes."""
-        health = self._health()
-        async for part in self._document(
-            context, lambda read, now: documents.status(read, now, __version__, health)
-        ):
+        """Counters, open incidents, nodes; `snapshot_age_s` says how old the answer is."""
+        now, ready = time.monotonic(), self._snapshot
+        if ready is None or now > ready.until:
+            body = await self._try(context, lambda: self._build(self._status))
+            age = 0.0
+        else:
+            body, age = ready.body, now - ready.built
+        for part in _parts(b'{"snapshot_age_s":%.3f,%b' % (age, body.removeprefix(b"{"))):
             yield fleet_pb2.GetStatusResponse(json=part)
+
+    def _status(self, read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+        return documents.status(read, now, __version__, self._health())
 
     async def GetNode(
         self, request: fleet_pb2.GetNodeRequest, context: Context
@@ -172,6 +214,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             )
 
         done = await self._try(context, work)
+        self._forget_snapshot()
         return fleet_pb2.AcceptInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def ImportInventory(
@@ -186,6 +229,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             )  # fmt: skip
 
         done = await self._try(context, work)
+        self._forget_snapshot()
         return fleet_pb2.ImportInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def Explain(
@@ -219,19 +263,22 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             last = at == len(answer.chunks)
             yield fleet_pb2.RunSqlResponse(rows_json=chunk, truncated=answer.truncated and last)
 
+    def _forget_snapshot(self) -> None:
+        """Whoever accepts and then looks must see it: also one that is being built now is too old."""
+        self._snapshot, self._changes = None, self._changes + 1
+
     def _differences(self, now: datetime) -> Sequence[Difference]:
         return inventory.diff(self._store, at=now)
 
     async def _document(self, context: Context, build: Build) -> AsyncIterator[bytes]:
         """Build a document in a thread and give it in pieces; an error becomes a status with one text."""
+        whole = await self._try(context, lambda: self._build(build))
+        for part in _parts(whole):
+            yield part
 
-        def work() -> bytes:
-            with self._store.reader(LIVE) as read:
-                return msgspec.json.encode(build(read, self._now()))
-
-        whole = await self._try(context, work)
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
+    def _build(self, build: Build) -> bytes:
+        with self._store.reader(LIVE) as read:
+            return msgspec.json.encode(build(read, self._now()))
 
     async def _try(self, context: Context, work: Callable[[], Made]) -> Made:
         try:
@@ -242,6 +289,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             log.warning("query failed: %s", error)
             await context.abort(grpc.StatusCode.INTERNAL, f"the store could not answer: {first_line(error)}")
         raise AssertionError("abort does not return")
+
+
+def _parts(whole: bytes) -> Iterator[bytes]:
+    for start in range(0, len(whole), CHUNK_BYTES):
+        yield whole[start : start + CHUNK_BYTES]
 
 
 def first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from gpufleet.config import ConfigError
 from gpufleet.metric import Type
-from gpufleet_collector.store import SQL_TYPES, Store
+from gpufleet_collector.store import LIVE, SQL_TYPES, Store
 
 log = logging.getLogger(__name__)
 
@@ -196,9 +196,13 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
             with _making(store) as write:
                 write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
                 write.execute(rule.sql)
+            with store.reader(LIVE) as read:  # making a macro does not always bind its body
+                read.execute(f"EXPLAIN SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
             status[rule.name] = ""
         except (duckdb.CatalogException, duckdb.BinderException) as error:
             status[rule.name] = one_line(error)
+            with _making(store) as write:
+                write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
     return status
 
 

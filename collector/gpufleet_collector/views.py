@@ -27,9 +27,11 @@ def create(store: Store) -> dict[str, str]:
         for name, text in _files():
             try:
                 cursor.execute(text)
+                cursor.execute(f"EXPLAIN SELECT * FROM main.{name}").fetchall()
                 status[name] = ""
             except (duckdb.CatalogException, duckdb.BinderException) as error:
                 status[name] = one_line(error)
+                cursor.execute(f"DROP VIEW IF EXISTS main.{name}")
     return status
 
 

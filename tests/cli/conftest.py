@@ -17,6 +17,8 @@ from gpufleet.v1 import fleet_pb2_grpc
 from gpufleet_cli.main import fleet
 from gpufleet_collector import rules
 from gpufleet_collector.documents import Health
+from gpufleet_collector.findings import Policy
+from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.store import Column, Store
 
@@ -143,7 +145,7 @@ class Seed:
                 "NULL, NULL, NULL, ?, ?, ?)",
                 [
                     self.findings, rule, node, entity, state, verdict, code, reason,
-                    json.dumps([[ago(at).isoformat(sep=" "), verdict] for at in (5, age)]),
+                    json.dumps([[ago(at).isoformat(), verdict, code] for at in (5, age)]),
                     ago(age), ago(age), ago(5), ago(5), number or self.incidents or None,
                 ],
             )  # fmt: skip
@@ -211,7 +213,8 @@ class Served:
 
     async def _serve(self) -> None:
         server = grpc.aio.server()
-        servicer = FleetServicer(self.seed.store, rules.load_rules(), lambda: self.seed.health, lambda: NOW)
+        policies = {rule.name: Policy.of(rule, JudgeSettings()) for rule in rules.load_rules()}
+        servicer = FleetServicer(self.seed.store, policies, lambda: self.seed.health, lambda: NOW)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()

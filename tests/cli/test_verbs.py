@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -184,7 +185,7 @@ def test_explain_takes_rule_incident_node_or_id(seed: Seed, run: Run, words: tup
     assert [item["rule"] for item in found] == ["gpu_missing"]
     findings = found[0]["findings"]
     assert isinstance(findings, list)
-    assert findings[0]["evidence"][0] == ["2026-11-30T11:59:55Z", "crit"]
+    assert findings[0]["evidence"][0] == ["2026-11-30T11:59:55Z", "crit", "lost_at_run_time"]
     assert "gpu_missing" in run("explain", *words).output
 
 
@@ -369,3 +370,52 @@ def test_unicode_falls_back_to_ascii(seed: Seed, run: Run) -> None:
     assert result.exit_code == 0
     assert result.output.isascii()
     assert "X critical" in result.output
+
+
+def delivery(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "delivery.csv"
+    path.write_text(text)
+    return str(path)
+
+
+def test_import_a_delivery_list(seed: Seed, run: Run, tmp_path: Path) -> None:
+    seed.node("gpu-001", gpus=8, state="learned")
+    path = delivery(tmp_path, "node,serial,model\ngpu-001,16000001,H100\ngpu-009,99,H100\n")
+    result = run("inventory", "import", path, "--reason", "order 7")
+    assert result.output == "accepted: 2 nodes, 2 GPUs, 0 baselines\n"
+    found = items(run("inventory", "diff", "-o", "json"))
+    assert {(item["node"], item["match"]) for item in found} == {("gpu-001", "extra"), ("gpu-009", "missing")}
+    (audit,) = items(run("sql", "select verb, actor, args from live.audit", "-o", "json"))
+    assert audit["verb"] == "inventory import"
+    assert audit["args"]["reason"] == "order 7"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("node,model\na,b\n", "line 2"),
+        ("node,serial\n", "no cards"),
+        ("node,serial,colour\na,b,red\n", "colour"),
+        ("", "empty"),
+    ],
+)
+def test_a_wrong_list_is_refused_whole(run: Run, tmp_path: Path, text: str, complaint: str) -> None:
+    result = run("inventory", "import", delivery(tmp_path, text))
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+    assert items(run("sql", "select * from live.expected", "-o", "json")) == []
+
+
+def test_a_list_larger_than_a_message_says_how(run: Run, tmp_path: Path) -> None:
+    result = run("inventory", "import", delivery(tmp_path, "node,serial\n" + "x" * 2_000_000))
+    assert result.exit_code == 2
+    assert "import it in parts" in result.stderr
+
+
+def test_accept_takes_hostlists(seed: Seed, run: Run) -> None:
+    for name in ("gpu-001", "gpu-002", "gpu-003"):
+        seed.node(name, gpus=2, state="learned")
+    result = run("inventory", "accept", "gpu-[001-002]", "gpu-003", "-o", "json")
+    assert items(result) == [{"nodes": 3, "gpus": 6, "baselines": 0}]
+    assert {item["expectation"] for item in items(run("node", "-o", "json"))} == {"accepted"}
+    assert run("inventory", "accept", "gpu-001,nope").exit_code == 2

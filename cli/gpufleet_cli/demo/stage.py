@@ -119,15 +119,20 @@ class Stage:
             "--state-dir", str(self.folder / "spools"), "--bench-every", "5",
         )  # fmt: skip
 
-    def check_children(self) -> None:
-        """Complain when a child has ended.
+    def check_children(self, wait_s: float = 0.0) -> None:
+        """Complain when a child has ended, or does so within `wait_s`.
 
         Raises:
             FleetError: With the last line it wrote.
         """
-        for name, child in self._children:
-            if child.poll() is not None:
-                raise self._broken(name, f"ended with status {child.returncode}")
+        deadline = time.monotonic() + wait_s
+        while True:
+            for name, child in self._children:
+                if child.poll() is not None:
+                    raise self._broken(name, f"ended with status {child.returncode}")
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
 
     def _broken(self, name: str, what: str) -> FleetError:
         written = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")

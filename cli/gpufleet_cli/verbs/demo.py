@@ -11,6 +11,7 @@ import click
 
 from gpufleet_cli import errors, render
 from gpufleet_cli.client import Client, Json
+from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.show import echo, emit
 from gpufleet_cli.verbs import status
@@ -25,7 +26,7 @@ REPRINT_S = 15.0
 """Between two screens on a pipe."""
 
 
-@click.command()
+@click.command(short_help="Play a simulated fleet with scripted faults.")
 @click.option("--check", is_flag=True, help="Wait until each scripted fault is flagged; exit 0 or 1.")
 @click.option(
     "--disable-rule",
@@ -58,12 +59,20 @@ def demo(
     settings = settings_of(context)
     with stage.Stage(scenario or stage.shipped("scenario.toml"), disabled) as here:
         reached = here.start_collector(settings)
-        inventory, baselines = here.delivery_list()
-        with Client(reached) as client:
-            _accept(client, inventory, baselines)
-            here.start_fleet()
-            code = _check(here, client, inventory, seconds) if check else _play(here, client, seconds)
+        try:
+            code = _run(here, reached, check, seconds)
+        except FleetError:
+            here.check_children(wait_s=1.0)  # when the collector died, say that and not that it is silent
+            raise
     context.exit(code)
+
+
+def _run(here: "Stage", settings: Settings, check: bool, seconds: float | None) -> int:
+    inventory, baselines = here.delivery_list()
+    with Client(settings) as client:
+        _accept(client, inventory, baselines)
+        here.start_fleet()
+        return _check(here, client, inventory, seconds) if check else _play(here, client, seconds)
 
 
 def _accept(client: Client, inventory: bytes, baselines: bytes) -> None:

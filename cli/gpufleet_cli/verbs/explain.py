@@ -6,10 +6,11 @@ from gpufleet_cli import errors, render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
+from gpufleet_cli.verbs.incidents import clock
 from gpufleet_cli.verbs.node import limit_of
 
 
-@click.command()
+@click.command(short_help="Why something is judged as it is.")
 @click.argument("subject", nargs=-1, required=True)
 @options
 @click.pass_context
@@ -35,12 +36,12 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
     facts = [
         f"{title} {item[key]}"
         for title, key in (
-            ("fires after", "for"), ("boot grace", "boot_grace"), ("at most", "max_severity"),
-            ("runbook", "runbook"),
+            ("fires after", "for"), ("boot grace s", "boot_grace_s"), ("clears after s", "clear_after_s"),
+            ("at most", "max_severity"), ("runbook", "runbook"),
         )
         if item.get(key)
     ]  # fmt: skip
-    if item.get("disabled"):
+    if item.get("enabled") is False:
         facts.append("disabled by the configuration")
     lines.extend(render.wrap_line("  " + "   ".join(facts), limit, "  "))
     limits = [
@@ -108,8 +109,8 @@ def _evidence(entry: render.Json) -> str:
     evidence = entry.get("evidence")
     if not isinstance(evidence, list):
         return ""
-    pairs = [pair for pair in evidence if isinstance(pair, list) and len(pair) == 2]
-    return ", ".join(f"{str(at).replace('T', ' ')} {verdict}" for at, verdict in pairs)
+    samples = [sample for sample in evidence if isinstance(sample, list) and len(sample) >= 2]
+    return ", ".join(f"{clock(sample[0])} {sample[1]}" for sample in samples)
 
 
 def _scope(entry: render.Json) -> str:

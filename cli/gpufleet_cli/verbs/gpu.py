@@ -8,7 +8,7 @@ from gpufleet_cli.settings import Settings, options
 from gpufleet_cli.verbs.node import finding_lines, limit_of
 
 
-@click.command()
+@click.command(short_help="One card, by any of its names.")
 @click.argument("card", metavar="ID")
 @options
 @click.pass_context
@@ -57,4 +57,4 @@ def _pairs(key: str, title: str, found: render.Json) -> list[str]:
     if not rows:
         return []
     size = max(len(name) for name, _ in rows)
-    return ["", title, *(f"  {name:<{size}}  {render.text(value)}" for name, value in rows)]
+    return ["", title, *(f"  {name:<{size}}  {render.brief(value)}" for name, value in rows)]

@@ -54,7 +54,7 @@ def _lines(document: Json, settings: Settings) -> str:
             str(item.get("state")),
             render.age(item.get("age_s")),
             str(item.get("place") or item.get("node")),
-            ": ".join(str(part) for part in (item.get("title"), item.get("reason")) if part),
+            ": ".join(str(part) for part in (item.get("headline"), item.get("reason")) if part),
         ]
         for item in render.items(document, "items")
     ]
@@ -96,14 +96,14 @@ def _story(document: Json, settings: Settings) -> str:
     limit = limit_of(settings)
     first = (
         f"{found.get('id')}  {render.state(found.get('severity'), settings.colored)}  {found.get('state')}  "
-        f"{found.get('title')}"
+        f"{found.get('headline')}"
     )
     lines = render.wrap_line(first, limit, "  ")
     for title, value in _facts(found):
         lines.extend(render.wrap_line(f"  {title:<8} {value}", limit, " " * 11))
     lines.extend(_findings(found, settings, limit))
     log = [
-        [_clock(entry.get("logged_at")), str(entry.get("what")), str(entry.get("text"))]
+        [clock(entry.get("logged_at")), str(entry.get("what")), str(entry.get("text"))]
         for entry in render.items(found, "log")
     ]
     if log:
@@ -113,7 +113,7 @@ def _story(document: Json, settings: Settings) -> str:
         ]
     events = [
         [
-            _clock(event.get("ts")),
+            clock(event.get("ts")),
             str(event.get("kind")),
             str(event.get("place") or event.get("entity")),
             str(event.get("message")),
@@ -138,10 +138,10 @@ def _facts(found: render.Json) -> list[tuple[str, str]]:
     pairs = [
         ("what", found.get("reason")),
         ("where", "  ".join([place, *names])),
-        ("since", f"{_clock(found.get('opened_at'))} UTC ({render.age(found.get('age_s'))} ago)"),
+        ("since", f"{clock(found.get('opened_at'))} UTC ({render.age(found.get('age_s'))} ago)"),
         (
             "ended",
-            f"{_clock(found.get('resolved_at'))} UTC: {found.get('cause')}"
+            f"{clock(found.get('resolved_at'))} UTC: {found.get('cause')}"
             if found.get("resolved_at")
             else None,
         ),
@@ -186,6 +186,6 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
-def _clock(at: object) -> str:
+def clock(at: object) -> str:
     """`2026-11-30 09:42:18` of an ISO time."""
     return str(at).replace("T", " ").removesuffix("Z").partition(".")[0] if at else "-"

@@ -16,7 +16,7 @@ MAX_FILE_BYTES = 900_000
 """A request is one message, and no message is larger than 1 MiB."""
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, short_help="What should be there, beside what is.")
 @options
 @click.pass_context
 def inventory(context: click.Context) -> None:

@@ -8,7 +8,7 @@ from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
 
 
-@click.command()
+@click.command(short_help="One node, or every node.")
 @click.argument("name", required=False, default="")
 @options
 @click.pass_context
@@ -139,16 +139,16 @@ def card_row(card: render.Json, settings: Settings) -> list[str]:
 
 
 def _values(found: render.Json, limit: int) -> list[str]:
-    """Last row of the probes that have one row per host, each with its age."""
+    """Last row of the probes with one row per host, each with its age; sums since boot are left to json."""
     lines: list[str] = []
     last = found.get("last")
     if not isinstance(last, dict):
         return lines
     for probe, row in last.items():
         pairs = [
-            f"{name}={render.text(value)}"
+            f"{name}={render.brief(value)}"
             for name, value in row.get("values", {}).items()
-            if value is not None
+            if value not in (None, "") and not name.endswith("_total")
         ]
         if pairs:
             text = f"{probe} ({render.age(row.get('age_s'))} old): {'  '.join(pairs)}"

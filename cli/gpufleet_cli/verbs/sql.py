@@ -28,6 +28,7 @@ class Result:
 
 
 @click.command(
+    short_help="Run one read-only query in the collector.",
     epilog="""
 \b
 Examples:
@@ -36,7 +37,7 @@ Examples:
   fleet sql "describe gpu"
   fleet sql -o csv "select * from fleet_now" > fleet.csv
   fleet sql - < postmortem.sql
-"""
+""",
 )
 @click.argument("query")
 @click.option(

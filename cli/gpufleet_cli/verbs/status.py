@@ -10,7 +10,11 @@ from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
 
 LINES = 24
-"""The table fits a screen of this height; `-o wide` shows every incident and every node."""
+COLUMNS = 80
+"""The table fits a screen of this size; `-o wide` shows every incident and every node."""
+
+STALE_S = 5.0
+"""An answer older than this says so."""
 
 
 @click.command()
@@ -52,8 +56,11 @@ def screen(document: Json, settings: Settings) -> str:
     incidents = render.items(document, "incidents")
     tail = _next(document)
     space = LINES - len(head) - len(nodes) - len(tail) - 3
-    shown = incidents if wide else _fitting(incidents, space, min(limit, 80))
-    lines = [*head, *_incident_lines(incidents, shown, settings.colored, limit), *nodes, *tail]
+    full, shown = True, len(incidents)
+    if not wide:
+        full, shown = _fitting(incidents, space, min(limit, COLUMNS))
+    blocks = [_incident(incident, settings.colored, limit, full) for incident in incidents[:shown]]
+    lines = [*head, *_incident_lines(incidents, blocks), *nodes, *tail]
     return "\n".join(lines)
 
 
@@ -79,11 +86,15 @@ def _counters(document: Json, colored: bool) -> list[str]:
 
 def _collector(document: Json, limit: int) -> list[str]:
     parts = []
-    if render.get(document, "data_age_s") is not None:
-        parts.append(f"newest data {render.age(render.get(document, 'data_age_s'))} old")
+    built, age = render.get(document, "snapshot_age_s"), render.get(document, "data_age_s")
+    late = float(built) if isinstance(built, int | float) else 0.0
+    if isinstance(age, int | float):
+        parts.append(f"newest data {render.age(age + late)} old")
     else:
         parts.append("no data yet")
     parts.append(f"collector {render.get(document, 'collector', 'version')}")
+    if late >= STALE_S:
+        parts.append(f"as of {render.age(late)} ago")
     lag = render.get(document, "collector", "lag_s")
     if lag is not None:
         parts.append(f"lag {render.number(lag, 1)} s")
@@ -101,21 +112,22 @@ def _collector(document: Json, limit: int) -> list[str]:
     return [part for line in lines for part in render.wrap_line(line, limit, "  ")]
 
 
-def _fitting(incidents: Sequence[render.Json], space: int, limit: int) -> Sequence[render.Json]:
-    """As many as the screen has lines for; the collector sent the worst first."""
-    shown: list[render.Json] = []
+def _fitting(incidents: Sequence[render.Json], space: int, limit: int) -> tuple[bool, int]:
+    """Whether all fit in full, and how many are shown; the collector sent the worst first.
+
+    Measured at 80 columns wherever it is printed, so that a pipe carries the same incidents.
+    """
+    if sum(len(_incident(incident, False, limit, full=True)) for incident in incidents) <= space:
+        return True, len(incidents)
     used = 0
-    for incident in incidents:
-        used += len(_incident(incident, False, limit))
+    for shown, incident in enumerate(incidents):
+        used += len(_incident(incident, False, limit, full=False))
         if used > space:
-            break
-        shown.append(incident)
-    return shown
+            return False, shown
+    return False, len(incidents)
 
 
-def _incident_lines(
-    incidents: Sequence[render.Json], shown: Sequence[render.Json], colored: bool, limit: int
-) -> list[str]:
+def _incident_lines(incidents: Sequence[render.Json], blocks: Sequence[Sequence[str]]) -> list[str]:
     if not incidents:
         return ["", "no open incidents"]
     crit = sum(1 for incident in incidents if incident.get("severity") == "crit")
@@ -123,27 +135,26 @@ def _incident_lines(
     if len(incidents) > crit:
         words.append(f"{len(incidents) - crit} warn")
     lines = ["", f"INCIDENTS  {len(incidents)} open: {', '.join(words)}"]
-    for incident in shown:
-        lines.extend(_incident(incident, colored, limit))
-    hidden = len(incidents) - len(shown)
+    lines.extend(line for block in blocks for line in block)
+    hidden = len(incidents) - len(blocks)
     if hidden:
         lines.append(f"  and {hidden} more: fleet incidents")
     return lines
 
 
-def _incident(incident: render.Json, colored: bool, limit: int) -> list[str]:
-    """`INC-4 ✖ CRIT 12m  gpu-a03/3  title` and, below it, the numbers and the runbook."""
+def _incident(incident: render.Json, colored: bool, limit: int, full: bool) -> list[str]:
+    """`INC-4 ✖ CRIT 12m  gpu-a03/3  what: which kind`; in full with the numbers and the runbook below it."""
     severity = str(incident.get("severity"))
     place = str(incident.get("place") or incident.get("node"))
-    mark = render.state(severity)
     since = render.age(incident.get("age_s"))
-    first = f"  {incident.get('id')}  {mark}  {since:>4}  {place}  {incident.get('title')}"
+    what, kind = str(incident.get("headline")), str(incident.get("code") or "").replace("_", " ")
+    if kind and kind not in what.lower():
+        what = f"{what}: {kind}"
+    first = f"  {incident.get('id')!s:<7} {render.state(severity)}  {since:>4}  {place}  {what}"
     lines = render.wrap_line(first, limit, " " * 9)
-    detail = "; ".join(str(part) for part in (incident.get("reason"), _extra(incident)) if part)
-    if detail:
-        lines.extend(render.wrap_line(" " * 9 + detail, limit, " " * 9))
-    if incident.get("action"):
-        lines.extend(render.wrap_line(f"{' ' * 9}do: {incident['action']}", limit, " " * 13))
+    if full:
+        detail = "; ".join(str(part) for part in (incident.get("reason"), _extra(incident)) if part)
+        lines.extend(render.wrap_line(" " * 9 + detail, limit, " " * 9) if detail else [])
     return [render.paint(line, severity, colored) if n == 0 else line for n, line in enumerate(lines)]
 
 

@@ -8,7 +8,7 @@ from gpufleet_cli.client import Client, Json
 from gpufleet_cli.settings import Settings, options
 
 
-@click.command()
+@click.command(short_help="Versions, and whether the collector is ready.")
 @options
 @click.pass_context
 def version(context: click.Context) -> None:

@@ -432,6 +432,37 @@ def test_a_disk_that_takes_nothing_is_replaced_by_a_little_memory(
     spool.close()
 
 
+def test_a_disk_full_at_the_start_does_not_stop_the_agent(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = opened(path)
+    before = spool.spool_id
+    old = spool.put(b"old", event=False)
+    spool.close()
+    connect = spool_module._connect
+
+    def full(place: str) -> sqlite3.Connection:
+        if place == ":memory:":
+            return connect(place)
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr(spool_module, "_connect", full)
+    spool = opened(path)
+    assert spool.spool_id != before, "its numbers are another series"
+    assert [spool.put(b"new", event=True), spool.put(b"newer", event=False)] == [1, 2]
+    spool.delete([1])
+    assert numbers(spool) == [2]
+    assert spool.trim() == 0
+    spool.close()
+    monkeypatch.undo()
+    spool = opened(path)
+    assert spool.spool_id == before
+    assert numbers(spool) == [old]
+    spool.close()
+
+
 # ---- replace and park
 
 

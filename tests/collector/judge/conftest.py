@@ -10,7 +10,8 @@ from gpufleet.metric import Metric
 from gpufleet_agent import benches
 from gpufleet_agent.probes import agent, gpu, host, pci
 from gpufleet_collector.judge import Judge, PassReport
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeSettings, RuleOverride
+from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Column, Store
 
 START = datetime(2026, 3, 1, 12, 0, 0)
@@ -89,6 +90,7 @@ class Fleet:
     at: datetime = START
     nodes: dict[str, Node] = field(default_factory=dict)
     each_tick: Callable[["Fleet"], None] = lambda fleet: None
+    judge: Judge | None = None
 
     def add(self, name: str, gpus: int = 8, expect: str | None = "accepted", hello: bool = True) -> Node:
         cards = [
@@ -171,15 +173,17 @@ class Fleet:
             ],
         )
 
-    def run(self, seconds: float, judge: Judge | None = None) -> list[PassReport]:
-        """Let time go by; with a judge, a pass after every tick."""
+    def run(self, seconds: float, judge: Judge | None = None, every: float = 5) -> list[PassReport]:
+        """Let time go by; with a judge, a pass every so many seconds (ticks take 5 s)."""
         reports = []
+        passed = self.at
         until = self.at + timedelta(seconds=seconds)
         while self.at < until:
             self.at += timedelta(seconds=5)
             self.each_tick(self)
             self.send()
-            if judge:
+            if judge and (self.at - passed).total_seconds() >= every:
+                passed = self.at
                 reports.append(judge.run_pass(self.at))
         return reports
 
@@ -251,12 +255,23 @@ class Fleet:
         }
         put(self.store, "bench", [row | more])
 
+    def baseline(
+        self, node: str, entity: str, key: str, value: float, state: str = "accepted", spread: float = 0.0
+    ) -> None:
+        row: Row = {
+            "node": node, "entity": entity, "key": key, "value": value, "spread": spread, "n": 48,
+            "epoch": "580", "state": state, "set_by": "ann", "set_at": self.at, "reason": "",
+        }  # fmt: skip
+        put(self.store, "baseline", [row])
+
     def sql(self, query: str, *given: Cell) -> list[tuple[Cell, ...]]:
         with self.store.reader(LIVE) as read:
             return read.execute(query, list(given)).fetchall()
 
     def find(self, rule: str, entity: str = "node:", node: str = "") -> tuple[str, str, datetime | None, str]:
         """(verdict, code, evidence_at, reason) of one entity now."""
+        if self.judge:
+            self.judge.compile(self.at)
         rows = self.sql(
             f"SELECT verdict, code, evidence_at, reason FROM find_{rule}(TIMESTAMP '{self.at}') "
             "WHERE entity = ? AND (node = ? OR ? = '')",
@@ -324,5 +339,13 @@ def fleet(store: Store) -> Fleet:
 
 
 @pytest.fixture
-def judge(store: Store) -> Judge:
-    return Judge(store, JudgeSettings())
+def rules() -> tuple[str, ...]:
+    """The rules that `judge` runs; a test file overrides it."""
+    return tuple(rule.name for rule in load_rules())
+
+
+@pytest.fixture
+def judge(store: Store, fleet: Fleet, rules: tuple[str, ...]) -> Judge:
+    off = {rule.name: RuleOverride(enabled=False) for rule in load_rules() if rule.name not in rules}
+    fleet.judge = Judge(store, JudgeSettings(rule=off))
+    return fleet.judge

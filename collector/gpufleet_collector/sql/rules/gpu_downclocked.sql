@@ -56,9 +56,10 @@ minute as (
            count(*) filter (busy)                      as busy,
            avg(sm_clock_mhz) filter (busy)             as clock,
            bit_or(clock_reasons) filter (busy)         as reasons,
-           -- 4 software power cap, 2 and 16 and 256 clocks that people or a group of cards have set
-           greatest(count(*) filter (busy and clock_reasons & 278 > 0) / count(*) filter (busy),
-                    (max(power_cap_s_total) - min(power_cap_s_total)) / any_value(window_s)) as set_share,
+           greatest(count(*) filter (busy and clock_reasons & 4 > 0) / count(*) filter (busy),
+                    (max(power_cap_s_total) - min(power_cap_s_total)) / any_value(window_s)) as cap_share,
+           -- clocks that people (2), a group of cards (16) or a display (256) have set
+           count(*) filter (busy and clock_reasons & 274 > 0) / count(*) filter (busy) as set_share,
            max(ts) filter (busy)                       as busy_at,
            max(ts)                                     as seen_at
     from busy
@@ -140,7 +141,7 @@ named as (
                 when reasons & 64 > 0                                     then 'hw_thermal'
                 when reasons & 8 > 0                                      then 'hw_slowdown'
                 when reasons & 32 > 0                                     then 'sw_thermal'
-                when set_share >= 0.5 and reasons & 4 > 0                 then 'power_cap'
+                when cap_share >= 0.5                                     then 'power_cap'
                 when set_share >= 0.5                                     then 'clock_set'
                 else 'no_reason' end                                      as code
     from judged

@@ -1,0 +1,198 @@
+"""Rule bandwidth_regression, and the baselines it compares with."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpufleet_collector import baselines, inventory
+from gpufleet_collector.judge import Judge
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Card, Fleet
+
+RULE = "bandwidth_regression"
+KEY = "h2d/1/copied_once/ab12/pcie5x16"
+
+
+@pytest.fixture
+def rules() -> tuple[str, ...]:
+    return (RULE,)
+
+
+def accept(fleet: "Fleet", card: "Card", value: float, state: str = "accepted") -> None:
+    fleet.baseline(card.node, card.entity, KEY, value, state, spread=0.002)
+
+
+def bench(fleet: "Fleet", card: "Card", value: float | None, status: str = "ok") -> None:
+    fleet.at += timedelta(minutes=1)
+    fleet.bench(card.entity, card.node, value, status)
+
+
+def test_two_of_three_slow_runs_fire(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    bench(fleet, card, 49.0)
+    for _ in range(5):
+        fleet.at += timedelta(seconds=30)
+        judge.run_pass(fleet.at)
+    assert [row[2] for row in fleet.findings(RULE)] == ["pending"], "one run, however many passes"
+    bench(fleet, card, 49.2)
+    ran_at = fleet.at
+    judge.run_pass(fleet.at)
+    assert fleet.findings(RULE) == [("gpu-001", card.entity, "firing", "warn", "slower")]
+    verdict, code, evidence_at, reason = fleet.find(RULE, card.entity)
+    assert (verdict, code, evidence_at) == ("warn", "slower", ran_at)
+    assert "10.5 % below its accepted baseline of 55" in reason
+
+
+@pytest.mark.parametrize("value", [55.0, 52.0, 60.0])
+def test_near_its_baseline_is_ok(fleet: "Fleet", judge: Judge, value: float) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    bench(fleet, card, value)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "as_before")
+
+
+def test_a_fifth_lost_is_critical(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    bench(fleet, card, 27.0)
+    assert fleet.find(RULE, card.entity)[0] == "crit"
+
+
+def test_more_microseconds_are_worse(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 10.0)
+    for value, verdict in ((9.0, "ok"), (11.5, "warn"), (20.0, "crit")):
+        fleet.at += timedelta(minutes=1)
+        fleet.bench(card.entity, card.node, value, unit="us")
+        assert fleet.find(RULE, card.entity)[0] == verdict
+
+
+def test_noise_of_the_series_is_no_regression(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    fleet.at += timedelta(minutes=1)
+    fleet.bench(card.entity, card.node, 49.0, spread=0.05)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "as_before"), "11 % with repeats 5 % apart"
+
+
+def test_what_hits_all_is_not_this_card(fleet: "Fleet", judge: Judge) -> None:
+    cards = [fleet.add(f"gpu-{n:03}", gpus=1).cards[0] for n in range(8)]
+    for card in cards:
+        accept(fleet, card, 55.0)
+        fleet.bench(card.entity, card.node, 49.5)
+    assert {fleet.find(RULE, card.entity)[:2] for card in cards} == {("ok", "peers_fell")}
+    fleet.at += timedelta(minutes=1)
+    fleet.bench(cards[0].entity, cards[0].node, 42.0)
+    verdict, code, _, reason = fleet.find(RULE, cards[0].entity)
+    assert (verdict, code, "peers are 10.0 % below theirs" in reason) == ("warn", "slower", True)
+
+
+def test_peers_that_did_not_fall_do_not_excuse_it(fleet: "Fleet", judge: Judge) -> None:
+    cards = [fleet.add(f"gpu-{n:03}", gpus=1).cards[0] for n in range(8)]
+    for number, card in enumerate(cards):
+        accept(fleet, card, 55.0)
+        fleet.bench(card.entity, card.node, 49.0 if number == 3 else 55.1)
+    assert [fleet.find(RULE, card.entity)[0] for card in cards] == ["ok"] * 3 + ["warn"] + ["ok"] * 4
+
+
+def test_one_host_that_fell_as_a_whole_is_not_excused_by_itself(fleet: "Fleet", judge: Judge) -> None:
+    bad = fleet.add("gpu-001", gpus=8)
+    good = [card for n in range(2, 4) for card in fleet.add(f"gpu-{n:03}", gpus=8).cards]
+    for card in [*bad.cards, *good]:
+        accept(fleet, card, 55.0)
+        fleet.bench(card.entity, card.node, 49.0 if card.node == "gpu-001" else 55.0)
+    assert {fleet.find(RULE, card.entity)[0] for card in bad.cards} == {"warn"}
+
+
+@pytest.mark.parametrize("status", ["preempted", "contaminated", "skipped", "hung", "failed", "unsupported"])
+def test_runs_that_are_not_ok_are_no_evidence(fleet: "Fleet", judge: Judge, status: str) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    bench(fleet, card, 55.0)
+    ran_at = fleet.at
+    for _ in range(3):
+        bench(fleet, card, None, status)
+        judge.run_pass(fleet.at)
+    assert fleet.find(RULE, card.entity)[:3] == ("ok", "as_before", ran_at)
+    assert fleet.findings() == []
+    fleet.at += timedelta(hours=49)
+    bench(fleet, card, None, status)
+    verdict, code, _, reason = fleet.find(RULE, card.entity)
+    assert (verdict, code, status in reason) == ("unknown", "no_ok_run", True)
+
+
+def test_no_bench_and_too_few_runs_are_not_judged(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "no_bench")
+    for value in (55.0, 20.0):
+        bench(fleet, card, value)
+        judge.run_pass(fleet.at)
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "learning")
+
+
+def test_other_parameters_are_another_series(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    fleet.bench(card.entity, card.node, 20.0, params_hash="other")
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "learning")
+
+
+def test_the_worst_series_speaks_for_the_card(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0)
+    bench(fleet, card, 40.0)
+    slow_at = fleet.at
+    fleet.at += timedelta(minutes=1)
+    fleet.bench(card.entity, card.node, 100.0, bench="memcpy")
+    assert fleet.find(RULE, card.entity)[:3] == ("crit", "slower", slow_at)
+
+
+def test_benches_of_the_host_are_judged_too(fleet: "Fleet", judge: Judge) -> None:
+    fleet.add("cpu-01", gpus=0)
+    fleet.baseline("cpu-01", "node:", KEY, 55.0)
+    fleet.bench("node:", "cpu-01", 30.0)
+    assert fleet.find(RULE, "node:", "cpu-01")[:2] == ("crit", "slower")
+
+
+def test_baseline_learns_from_ok_runs_and_freezes(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    for number in range(baselines.FROZEN_AT + 3):
+        bench(fleet, card, 55.0 + (number % 3 - 1) * 0.1)
+        bench(fleet, card, None, "skipped")
+        if number in (7, 20):
+            baselines.learn(fleet.store, fleet.at)
+            [(value, n, state)] = fleet.sql("SELECT value, n, state FROM baseline")
+            assert (value, n, state) == (55.0, number + 1, "learning")
+    baselines.learn(fleet.store, fleet.at)
+    assert fleet.sql("SELECT key, n, state, epoch FROM baseline") == [(KEY, 48, "frozen", "580")]
+    bench(fleet, card, 10.0)
+    baselines.learn(fleet.store, fleet.at)
+    assert fleet.sql("SELECT value, n FROM baseline") == [(55.0, 48)]
+
+
+def test_a_degraded_state_is_never_learned(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    for _ in range(8):
+        bench(fleet, card, 55.0)
+        judge.run_pass(fleet.at)
+    for _ in range(5):
+        bench(fleet, card, 40.0)
+        judge.run_pass(fleet.at)
+    assert fleet.sql("SELECT value, n FROM baseline") == [(55.0, 8)]
+    assert [row[2:4] for row in fleet.findings(RULE)] == [("firing", "crit")]
+
+
+def test_accept_moves_a_frozen_baseline(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0, "frozen")
+    for value in (40.0, 41.0, 42.0):
+        bench(fleet, card, value)
+    pinned = inventory.accept(fleet.store, ["gpu-001"], "ann", "new riser", fleet.at)
+    assert pinned.baselines == 1
+    assert fleet.sql("SELECT value, state, set_by, reason FROM baseline") == [
+        (41.0, "accepted", "ann", "new riser")
+    ]
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "as_before")

@@ -1,0 +1,224 @@
+"""Rule gpu_downclocked: drills A01 and A03 and their relatives; hardware brake and heat by their counters."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpufleet_collector.judge import Judge
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Fleet
+
+RULE = "gpu_downclocked"
+
+
+@pytest.fixture
+def rules() -> tuple[str, ...]:
+    return (RULE,)
+
+
+def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
+    """Let minutes go by, with a pass every 20 s: three see the same minute."""
+    for _ in range(3 * count):
+        fleet.run(15)
+        fleet.run(5, judge)
+
+
+def test_slow_under_load_fires_after_three_minutes(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    fleet.run(10, judge)
+    card.clock = 1700.0
+    minutes(fleet, judge, 2)
+    assert [row[2] for row in fleet.findings()] == ["pending"]
+    minutes(fleet, judge, 1)
+    assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", "no_reason")]
+    verdict, code, evidence_at, reason = fleet.find(RULE, card.entity)
+    assert (verdict, code) == ("warn", "no_reason")
+    assert "1700 of 1950 MHz (cards of its host)" in reason
+    assert evidence_at is not None
+    assert evidence_at <= fleet.at
+
+
+def test_a_little_slower_is_not_slow(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock = 0.94 * 1950
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "at_clock")
+    assert fleet.findings() == []
+
+
+def test_much_slower_is_critical(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock, card.reasons = 990.0, 0x68
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "hw_thermal")
+
+
+def test_A01_idle_is_never_judged(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.util, card.clock, card.reasons = 0.0, 345.0, 1
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "idle")
+    assert fleet.findings() == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "code"), [(4, "power_cap"), (2, "clock_set"), (16, "clock_set"), (256, "clock_set")]
+)
+def test_A03_power_cap_and_clocks_people_set_are_normal(
+    fleet: "Fleet", judge: Judge, reasons: int, code: str
+) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock, card.reasons = 1500.0, reasons
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", code)
+    assert fleet.findings() == []
+
+
+def test_power_cap_by_its_counter(fleet: "Fleet", judge: Judge) -> None:
+    """The bit was off at each sample, but the card counted its time at the limit."""
+    card = fleet.add("gpu-001").cards[2]
+
+    def tick(fleet: "Fleet") -> None:
+        card.clock, card.cap_s = 1500.0, card.cap_s + 4.5
+        card.reasons = 4 if fleet.at.second == 0 else 0
+
+    fleet.each_tick = tick
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "power_cap")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "code"),
+    [(4 | 32, "sw_thermal"), (4 | 64, "hw_thermal"), (4 | 8, "hw_slowdown"), (4 | 128, "power_brake")],
+)
+def test_power_cap_does_not_excuse_heat_or_hardware(
+    fleet: "Fleet", judge: Judge, reasons: int, code: str
+) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock, card.reasons = 1500.0, reasons
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", code)
+
+
+def test_own_baseline_comes_first(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=2)
+    fleet.baseline("gpu-001", node.cards[0].entity, "sm_clock_busy_mhz", 1980.0)
+    node.cards[0].clock = 1800.0
+    minutes(fleet, judge, 2)
+    verdict, code, _, reason = fleet.find(RULE, node.cards[0].entity)
+    assert (verdict, code, "own baseline" in reason) == ("warn", "no_reason", True)
+    assert fleet.find(RULE, node.cards[1].entity)[:2] == ("n/a", "no_expectation")
+
+
+def test_peers_of_other_hosts_are_used_when_its_own_are_few(fleet: "Fleet", judge: Judge) -> None:
+    slow = fleet.add("gpu-001", gpus=1).cards[0]
+    slow.clock = 1000.0
+    fleet.add("gpu-002", gpus=6)
+    minutes(fleet, judge, 2)
+    verdict, _, _, reason = fleet.find(RULE, slow.entity)
+    assert (verdict, "cards of its model" in reason) == ("crit", True)
+
+
+def test_the_start_of_a_job_is_not_load(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+
+    def tick(fleet: "Fleet") -> None:
+        card.util, card.clock = (95.0, 1000.0) if fleet.at.second >= 30 else (0.0, 345.0)
+
+    fleet.each_tick = tick
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "idle")
+
+
+def test_keeps_firing_when_idle_and_clears_when_judged_again(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock = 1700.0
+    minutes(fleet, judge, 4)
+    assert fleet.findings()[0][2] == "firing"
+    card.util = 0.0
+    minutes(fleet, judge, 5)
+    assert fleet.findings()[0][2] == "firing", "idle proves nothing"
+    card.util, card.clock = 95.0, 1950.0
+    minutes(fleet, judge, 3)
+    assert fleet.findings()[0][2] == "recovering"
+    minutes(fleet, judge, 6)
+    assert fleet.findings() == []
+
+
+@pytest.mark.parametrize(("counter", "code"), [("brake_s", "power_brake"), ("heat_s", "hw_thermal")])
+def test_hardware_brake_fires_within_two_samples(
+    fleet: "Fleet", judge: Judge, counter: str, code: str
+) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    setattr(card, counter, 1234.5)
+    fleet.run(30, judge)
+    assert fleet.findings() == [], "what was counted before says nothing"
+    reports = []
+    for _ in range(2):
+        setattr(card, counter, getattr(card, counter) + 0.5)
+        reports += fleet.run(5, judge)
+    assert [len(report.fired) for report in reports] == [0, 1]
+    assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", code)]
+    assert fleet.find(RULE, card.entity)[:3] == ("warn", code, fleet.at)
+
+
+def test_one_growth_is_not_a_brake(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    fleet.run(20, judge)
+    card.brake_s += 3
+    fleet.run(60, judge)
+    assert [row[2] for row in fleet.findings()] in ([], ["pending"])
+
+
+def test_brake_for_six_of_ten_minutes_is_critical(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+
+    def tick(fleet: "Fleet") -> None:
+        card.brake_s += 4
+
+    fleet.each_tick = tick
+    fleet.run(370)
+    assert fleet.find(RULE, card.entity)[0] == "warn"
+    fleet.run(120)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "power_brake")
+
+
+def test_counter_reset_is_no_brake(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001")
+    card = node.cards[2]
+    card.brake_s = 500.0
+    fleet.run(60, judge)
+    card.brake_s, node.boot_id = 0.0, "boot-2"
+    fleet.run(20, judge)
+    assert fleet.findings() == []
+
+
+def test_utilisation_that_a_mig_card_does_not_have(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.util = None
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
+    with fleet.store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.capability "
+            "VALUES ('gpu-001', ?, 'gpu', 'util_pct', 'not_supported', 'NVML 3', ?)",
+            [card.entity, fleet.at],
+        )
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "no_utilisation")
+    assert fleet.findings() == []
+
+
+def test_card_without_rows_is_unknown(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001")
+    node.up = False
+    fleet.run(60, judge)
+    assert fleet.find(RULE, node.cards[0].entity)[:2] == ("unknown", "no_samples")
+    assert fleet.findings() == []
+
+
+def test_hung_card_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.state = "hung"
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("n/a", "hung")
