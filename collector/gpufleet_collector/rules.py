@@ -197,7 +197,7 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
                 write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
                 write.execute(rule.sql)
             with store.reader(LIVE) as read:  # making a macro does not always bind its body
-                read.execute(f"EXPLAIN SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
+                read.execute(f"DESCRIBE SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
             status[rule.name] = ""
         except (duckdb.CatalogException, duckdb.BinderException) as error:
             status[rule.name] = one_line(error)

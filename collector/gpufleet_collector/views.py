@@ -27,7 +27,7 @@ def create(store: Store) -> dict[str, str]:
         for name, text in _files():
             try:
                 cursor.execute(text)
-                cursor.execute(f"EXPLAIN SELECT * FROM main.{name}").fetchall()
+                cursor.execute(f"DESCRIBE SELECT * FROM main.{name}").fetchall()
                 status[name] = ""
             except (duckdb.CatalogException, duckdb.BinderException) as error:
                 status[name] = one_line(error)

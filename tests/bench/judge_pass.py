@@ -1,0 +1,171 @@
+"""One judge pass over a fleet of 1,000 nodes x 8 cards with two hours of samples, beside a writer.
+
+`python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what 1,000
+nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`: every rule is
+due at least once a minute, so `pass_all_rules_s` is the dearest pass and `pass_s` the median one.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from gpufleet.metric import Metric
+from gpufleet_agent import benches
+from gpufleet_agent.probes import agent, gpu, host, pci
+from gpufleet_collector.judge import Judge
+from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.store import LIVE, Column, Store
+
+START = datetime(2026, 3, 1, 12, 0, 0)
+PROBES: Mapping[str, Sequence[Metric]] = {
+    "gpu": gpu.METRICS,
+    "pci": pci.METRICS,
+    "host": host.METRICS,
+    "agent": agent.METRICS,
+    "bench": benches.METRICS,
+}
+UUID = "format('GPU-{:04d}-{}', node, card)"
+NAME = "format('gpu-{:04d}', node)"
+PCI = "format('0000:{:02x}:00.0', card + 16)"
+
+
+def measure(nodes: int = 1000, cards: int = 8, minutes: int = 120, passes: int = 24) -> dict[str, float]:
+    """Seconds and CPU seconds per pass; milliseconds of the two state queries."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(Path(folder) / "bench.duckdb")
+        _fill(store, nodes, cards, minutes)
+        judge = Judge(store, JudgeSettings())
+        judge.run_pass(START)
+        stop = threading.Event()
+        writer = threading.Thread(target=_write, args=(store, cards, stop), daemon=True)
+        writer.start()
+        walls: list[float] = []
+        whole: list[float] = []
+        cpu = time.process_time()
+        for number in range(1, passes + 1):
+            report = judge.run_pass(START + timedelta(seconds=5 * number))
+            walls.append(report.seconds)
+            if len(report.runs) == len(judge.policies):
+                whole.append(report.seconds)
+        cpu = time.process_time() - cpu
+        at = START + timedelta(seconds=5 * passes)
+        queries = {
+            name: _query(store, f"SELECT * FROM {name}(TIMESTAMP '{at}', '2 minutes')")
+            for name in ("cards_at", "nodes_at")
+        }
+        stop.set()
+        writer.join()
+        store.close()
+    return {
+        "nodes": nodes,
+        "cards": nodes * cards,
+        "rows": nodes * cards * minutes * 12,
+        "pass_s": statistics.median(walls),
+        "pass_max_s": max(walls),
+        "pass_all_rules_s": max(whole, default=0.0),
+        "cpu_s_per_pass_with_writer": cpu / passes,
+        **{f"{name}_ms": value for name, value in queries.items()},
+    }
+
+
+def _query(store: Store, query: str) -> float:
+    times = []
+    with store.reader(LIVE) as read:
+        for _ in range(9):
+            started = time.perf_counter()
+            read.execute(query).fetchall()
+            times.append((time.perf_counter() - started) * 1000)
+    return statistics.median(times)
+
+
+def _write(store: Store, cards: int, stop: threading.Event) -> None:
+    number = 0
+    while not stop.wait(0.2):
+        number += 1
+        ts = f"TIMESTAMP '{START}' + INTERVAL {number} SECOND"
+        with store.transaction() as write:
+            write.execute(_insert("gpu", _GPU, ts, "range(200) n(node)", f"range({cards}) c(card)"))
+
+
+def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
+    fleet = f"range({nodes}) n(node)"
+    each = f"range({cards}) c(card)"
+    day = f"TIMESTAMP '{START}' - INTERVAL 1 DAY"
+    with store.transaction() as write:
+        for probe, metrics in PROBES.items():
+            store.ensure_probe(write, probe, [
+                Column(m.name, m.type, str(m.unit), m.kind.name.lower(), m.help, m.low, m.high, m.rollup) for m in metrics
+            ])  # fmt: skip
+        for statement in (
+            f"INSERT INTO live.node SELECT {NAME}, {NAME}, 'm' || node, 'b', 's', '1', '', {day}, {day} "
+            f"FROM {fleet}",
+            f"INSERT INTO live.inventory SELECT {NAME}, 'node:', 'node', NULL, NULL, NULL, NULL, NULL, NULL, "
+            f"'{{}}', {day}, NULL FROM {fleet}",
+            f"INSERT INTO live.inventory SELECT {NAME}, 'gpu:' || {UUID}, 'gpu', {UUID}, "
+            f"'SN' || node || '-' || card, {PCI}, 'NVIDIA H100 80GB HBM3', NULL, card, '{{}}', {day}, NULL "
+            f"FROM {fleet}, {each}",
+            "INSERT INTO live.expected SELECT node, uuid, serial, pci, model, slot, 'accepted', 'me', "
+            f"{day}, '' FROM live.inventory WHERE kind = 'gpu'",
+            "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci']), unnest([5, 60]) FROM live.node",
+            "INSERT INTO live.baseline SELECT node, entity, 'h2d/1/copied_once/ab/pcie5x16', 55.5, 0.002, 48, "
+            f"'580', 'frozen', 'collector', {day}, '' FROM live.inventory WHERE kind = 'gpu'",
+        ):
+            write.execute(statement)
+    for first in range(0, minutes * 12, 120):
+        ticks = f"range({first}, {first + 120}) k(tick)"
+        ts = f"TIMESTAMP '{START}' - INTERVAL 5 SECOND * ({minutes * 12} - 1 - tick)"
+        with store.transaction() as write:
+            write.execute(_insert("gpu", _GPU, ts, ticks, fleet, each))
+            write.execute(
+                f"INSERT INTO live.ledger SELECT {NAME}, 's', tick, 'd', 'b', {ts}, 0, 'live', {cards} "
+                f"FROM {ticks}, {fleet}"
+            )
+    recent = "range(120) k(tick)"
+    ts = f"TIMESTAMP '{START}' - INTERVAL 5 SECOND * (119 - tick)"
+    minute = f"TIMESTAMP '{START}' - INTERVAL 1 MINUTE * (9 - tick)"
+    hour = f"TIMESTAMP '{START}' - INTERVAL 1 HOUR * (71 - tick) - INTERVAL 3 SECOND * node"
+    run = {"ok": "true", "error": "''", "rows": str(cards)}
+    with store.transaction() as write:
+        write.execute(_insert("agent", run | {"probe": "'gpu'"}, ts, recent, fleet))
+        write.execute(_insert("agent", run | {"probe": "'pci'"}, minute, "range(10) k(tick)", fleet))
+        write.execute(_insert("host", {"uptime_s": "1e6"}, ts, recent, fleet))
+        write.execute(_insert("pci", _PCI, minute, "range(10) k(tick)", fleet, each))
+        for name in ("h2d", "memcpy"):
+            write.execute(
+                _insert("bench", _BENCH | {"bench": f"'{name}'"}, hour, "range(72) k(tick)", fleet, each)
+            )
+
+
+_GPU = {
+    "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'",
+    "util_pct": "95 + random() * 5", "sm_clock_mhz": "1950 + random() * 20", "power_w": "600 + random() * 20", "temperature_c": "60 + random() * 5",
+    "clock_reasons": "0", "hw_brake_s_total": "3.5", "hw_thermal_s_total": "1.5", "sw_thermal_s_total": "0.5",
+    "power_cap_s_total": "100", "mem_used_bytes": "70000000000", "mem_total_bytes": "80000000000",
+    "driver_epoch": "1",
+}  # fmt: skip
+_PCI = {"pci": PCI, "device_kind": "'gpu'", "present": "true", "gpu_uuid": UUID, "bound_driver": "'nvidia'"}
+_BENCH = {
+    "entity": f"'gpu:' || {UUID}", "peer": "''", "version": "'1'", "convention": "'copied_once'",
+    "params_hash": "'ab'", "value": "55 + random()", "unit": "'GB/s'", "status": "'ok'", "reason": "''",
+    "repeats": "5", "spread": "0.002", "seconds": "1", "link": "'pcie5x16'", "driver": "'580'",
+}  # fmt: skip
+
+
+def _insert(table: str, cells: Mapping[str, str], ts: str, *sources: str) -> str:
+    """Rows of `table` for every combination of `sources`; columns without a cell are random where numeric."""
+    body = []
+    for metric in PROBES[table]:
+        spare = "NULL" if metric.type.name in ("STRING", "BOOL") or table != "gpu" else "(random() * 15)::INT"
+        body.append(f"{cells.get(metric.name, spare)} AS {metric.name}")
+    head = f"{ts} AS ts, {ts} AS received_at, {NAME} AS node, 'b' AS boot_id"
+    return f"INSERT INTO live.{table} BY NAME SELECT {head}, {', '.join(body)} FROM {', '.join(sources)}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure(), indent=2) + "\n")
