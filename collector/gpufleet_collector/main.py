@@ -31,6 +31,7 @@ from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import check_settings
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.retention import DiskWatch, Retention
+from gpufleet_collector.rules import load_rules
 from gpufleet_collector.state import State
 from gpufleet_collector.store import Store, StoreUnusable
 
