@@ -5,10 +5,13 @@ together and only one place ever alters a table. Reads take a fresh cursor with 
 """
 
 import logging
+import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 
@@ -34,9 +37,31 @@ SQL_TYPES = {
 HEAD = {"ts": "TIMESTAMP", "received_at": "TIMESTAMP", "node": "VARCHAR", "boot_id": "VARCHAR"}
 """The columns every probe table begins with."""
 
+_SEALED = (
+    "enable_external_access = false",
+    "python_enable_replacements = false",
+    "lock_configuration = true",
+)
+"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill
+folder stay open; search_path stays settable; NumPy columns come in by `register`, not as variables."""
 
-class StoreLocked(Exception):
+
+MAX_TABLE_COLUMNS = 1024
+"""Over all agents that ever reported to one probe table."""
+
+MAX_PROBES = 256
+
+
+class StoreUnusable(Exception):
+    """The file cannot be opened and must stay as it is; the text says why, in one line."""
+
+
+class StoreLocked(StoreUnusable):
     """Another process holds the file; the text says which and what to do."""
+
+
+class StoreBroken(Exception):
+    """The engine gave up on the file while it ran: nothing works until `Store.reopen`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,54 +81,125 @@ class Column:
 class Store:
     """The store of one collector. Use `Store.open`."""
 
-    def __init__(self, path: Path, connection: duckdb.DuckDBPyConnection) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, connection: duckdb.DuckDBPyConnection, replaced: str = "") -> None:
+        self.path = path or Path(":memory:")
         self.schema_version = 0
         """Counts changes of tables: rules and views bind columns and are made again when it moved."""
+        self.broken = ""
+        """Why nothing works any more, until `reopen`; empty = works."""
+        self.replaced = replaced
+        """Why the file found at opening was put aside, and where it is now; empty = it was not."""
+        self._file = path
+        self._told = ""
         self._connection = connection
         self._lock = threading.RLock()
         self.tables: dict[str, dict[str, Type]] = {}
         """Probe tables and their columns (without HEAD)."""
+        self.reserved: frozenset[str] = frozenset()
+        """Tables of our own, which no probe may be named like."""
 
     @classmethod
     def open(cls, path: Path | None) -> "Store":
         """Open or create the store at `path`; None = in memory, for tests and replay.
 
+        A damaged file is put aside with its log (both kept) and a new one is begun: `replaced` says so.
+
         Raises:
             StoreLocked: Another process has it open.
+            StoreUnusable: It cannot be opened for a reason that a new file would not cure.
         """
-        config: dict[str, str | bool | int | float | list[str]] = {
-            "storage_compatibility_version": "v1.5.0"  # both majors read it
-        }
-        try:
-            connection = duckdb.connect(str(path) if path else ":memory:", config=config)
-        except duckdb.IOException as error:
-            if "lock" in str(error).lower():
-                raise StoreLocked(f"{path}: {' '.join(str(error).split())}") from error
-            raise
-        connection.execute("SET GLOBAL timezone = 'UTC'")
-        store = cls(path or Path(":memory:"), connection)
-        with store.transaction() as write:
+        connection, replaced = _connect_or_replace(path)
+        store = cls(path, connection, replaced)
+        store._prepare()
+        return store
+
+    def reopen(self) -> None:
+        """Close what is broken and open the file again; cursors of before are dead.
+
+        Raises:
+            StoreUnusable: Not yet: try again later.
+        """
+        with self._lock:
+            with suppress(duckdb.Error):
+                self._connection.close()
+            self._connection, self.replaced = _connect_or_replace(self._file)
+            self.broken = ""
+            self._prepare()
+            self.schema_version += 1
+
+    def _prepare(self) -> None:
+        self._connection.execute("SET GLOBAL timezone = 'UTC'")
+        with self.transaction() as write:
             for script in _scripts("schema"):
                 write.execute(script)
-            store.tables = _probe_tables(write)
-        return store
+            self.tables = _probe_tables(write)
+            found = write.execute(
+                "SELECT table_name FROM information_schema.tables WHERE table_schema = 'live'"
+            ).fetchall()
+            self.reserved = frozenset(name for (name,) in found) - self.tables.keys()
+        self.checkpoint()
+        for setting in _SEALED:
+            self._connection.execute(f"SET GLOBAL {setting}")
 
     @contextmanager
     def transaction(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """The writing connection inside BEGIN ... COMMIT; rolled back when the block raises."""
+        """The writing connection inside BEGIN ... COMMIT; rolled back when the block raises.
+
+        Raises:
+            StoreBroken: The engine gave up. What was being committed may be in the file or not.
+        """
         with self._lock:
-            self._connection.execute("BEGIN")
+            if self.broken:
+                raise StoreBroken(self.broken)
+            version = self.schema_version
             try:
+                self._connection.execute("BEGIN")
                 yield self._connection
-            except BaseException:
-                self._connection.execute("ROLLBACK")
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                if _gave_up(error):
+                    self._give_up(error)
+                    raise StoreBroken(self.broken) from error
+                with suppress(duckdb.Error):
+                    self._connection.execute("ROLLBACK")
+                if self.schema_version != version:
+                    self.tables = _probe_tables(self._connection)
                 raise
-            self._connection.execute("COMMIT")
+
+    def _give_up(self, error: BaseException) -> None:
+        self.broken = " ".join(str(error).split())[:500]
+        if self.broken != self._told:
+            self._told = self.broken
+            log.error("store: %s: must be opened again: %s", self.path, self.broken)
+
+    def checkpoint(self) -> None:
+        """Move the log into the file. After every change of tables, so that no replay has to redo one.
+
+        Raises:
+            StoreBroken: The engine gave up, e.g. on a full disk; what was committed stays committed.
+        """
+        with self._lock:
+            if self.broken:
+                raise StoreBroken(self.broken)
+            try:
+                self._connection.execute("CHECKPOINT")
+            except duckdb.TransactionException as error:  # a reader stands in the way: the next one will do
+                log.debug("store: checkpoint put off: %s", error)
+            except duckdb.Error as error:
+                if _gave_up(error):
+                    self._give_up(error)
+                    raise StoreBroken(self.broken) from error
+                raise
 
     @contextmanager
     def reader(self, search_path: str = PEOPLE) -> Iterator[duckdb.DuckDBPyConnection]:
-        """A cursor of its own, for reading; unqualified names resolve through `search_path`."""
+        """A cursor of its own, for reading; unqualified names resolve through `search_path`.
+
+        Raises:
+            StoreBroken: The engine gave up: nothing can be read until it is opened again.
+        """
+        if self.broken:
+            raise StoreBroken(self.broken)
         cursor = self._connection.cursor()
         try:
             cursor.execute(f"SET search_path = '{search_path}'")
@@ -111,22 +207,48 @@ class Store:
         finally:
             cursor.close()
 
-    def ensure_probe(self, write: duckdb.DuckDBPyConnection, probe: str, columns: Sequence[Column]) -> None:
-        """Make the probe's table, or add the columns it lacks. Call inside `transaction()`."""
+    def refused(self, probe: str, columns: Sequence[Column]) -> dict[str, str]:
+        """Which of an agent's columns cannot be stored, and why; the name "" stands for the whole probe."""
+        if probe in self.reserved or probe.startswith(_TAKEN_PREFIXES):
+            return {"": "reserved_name"}
         known = self.tables.get(probe)
+        if known is None:
+            if len(self.tables) >= MAX_PROBES:
+                return {"": "too_many_probes"}
+            known = {}
+        refused = {}
+        room = MAX_TABLE_COLUMNS - len(known)
+        for column in columns:
+            if column.name not in known:
+                room -= 1
+                if room < 0:
+                    refused[column.name] = "too_many_columns"
+            elif known[column.name] is not column.type:
+                refused[column.name] = "type_conflict"
+        return refused
+
+    def ensure_probe(self, write: duckdb.DuckDBPyConnection, probe: str, columns: Sequence[Column]) -> bool:
+        """Make the probe's table, or add the columns it lacks. Call inside `transaction()`.
+
+        A column that exists keeps its type, whatever `columns` says: see `refused`.
+
+        Returns:
+            Whether a table changed.
+        """
+        known = self.tables.get(probe)
+        added = [column for column in columns if known is None or column.name not in known]
         if known is None:
             head = ", ".join(f"{name} {kind} NOT NULL" for name, kind in HEAD.items())
             body = "".join(f', "{column.name}" {SQL_TYPES[column.type]}' for column in columns)
             write.execute(f'CREATE TABLE live."{probe}" ({head}{body})')
-            added = list(columns)
         else:
-            added = [column for column in columns if column.name not in known]
             for column in added:
                 write.execute(
                     f'ALTER TABLE live."{probe}" ADD COLUMN "{column.name}" {SQL_TYPES[column.type]}'
                 )
         if not added and known is not None:
-            return
+            return False
+        self.schema_version += 1
         table = self.tables.setdefault(probe, {})
         for column in added:
             write.execute(
@@ -137,12 +259,92 @@ class Store:
                 ],
             )  # fmt: skip
             table[column.name] = column.type
-        self.schema_version += 1
+        return True
 
     def close(self) -> None:
         """Checkpoint and close the file."""
         with self._lock:
-            self._connection.close()
+            if not self.broken:
+                with suppress(StoreBroken, duckdb.Error):
+                    self.checkpoint()
+            with suppress(duckdb.Error):
+                self._connection.close()
+            self.broken = "closed"
+
+
+_TAKEN_PREFIXES = ("fleet_", "duckdb_", "pg_", "sqlite_")
+"""Names of views for people and of the engine's own tables."""
+
+_DAMAGED = (
+    "Corrupt",
+    "replaying WAL",
+    "not a valid DuckDB database file",
+    "Could not read enough bytes",
+    "Serialization Error",
+    "INTERNAL Error",
+)
+"""Words of the engine, 1.5 and 2.0, for a file or log whose content is wrong: only these put it aside."""
+
+_NOT_DAMAGED = ("No space left", "Out of Memory", "Cannot allocate", "Too many open files")
+
+
+def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, str]:
+    try:
+        return _connect(path), ""
+    except duckdb.Error as error:
+        text = " ".join(str(error).split())
+        holder = re.search(r"\(PID (\d+)\)", text)
+        if "lock" in text.lower() and ("onflicting lock" in text or "Could not set lock" in text):
+            who = f"process {holder[1]}" if holder else "another process"
+            raise StoreLocked(
+                f"{path} is held by {who}: stop it (a collector, or a shell left open), then start again"
+            ) from error
+        damaged = any(word in text for word in _DAMAGED) and not any(word in text for word in _NOT_DAMAGED)
+        if path is None or not path.is_file() or not damaged:
+            raise StoreUnusable(f"{path} cannot be opened: {text[:300]}") from error
+        aside = _put_aside(path)
+        log.error("store: %s is damaged (%s): kept as %s, a new one is begun", path, text[:300], aside)
+        return _connect(path), f"{text[:300]}; kept as {aside}"
+
+
+_LOG_MIB = 64
+"""The log is moved into the file at this size: half the work of the engine's 16 MiB, no longer stalls."""
+
+
+def _connect(path: Path | None) -> duckdb.DuckDBPyConnection:
+    log_mib = _LOG_MIB
+    if path is not None and path.parent.is_dir():
+        disk = os.statvfs(path.parent)
+        log_mib = max(1, min(_LOG_MIB, (disk.f_blocks * disk.f_frsize >> 20) // 16))
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "storage_compatibility_version": "v1.5.0",  # both majors read it
+        "checkpoint_threshold": f"{log_mib}MiB",
+    }
+    return duckdb.connect(str(path) if path else ":memory:", config=config)
+
+
+def _put_aside(path: Path) -> Path:
+    """Rename the file and its log, so that a person can look at them; nothing is deleted."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{path.name}.damaged-{stamp}-{count}")
+    path.rename(aside)
+    wal = path.with_name(path.name + ".wal")
+    if wal.exists():
+        wal.rename(aside.with_name(aside.name + ".wal"))
+    return aside
+
+
+def _gave_up(error: BaseException) -> bool:
+    """Whether the engine will refuse everything from now on, or could not write."""
+    if isinstance(error, duckdb.FatalException | duckdb.InternalException):
+        return True
+    return isinstance(error, duckdb.Error) and any(
+        words in str(error) for words in ("database has been invalidated", "No space left")
+    )
 
 
 def _scripts(folder: str) -> list[str]:

@@ -1,6 +1,11 @@
 """Every micro-benchmark, and the columns of table `bench`."""
 
 from gpufleet.metric import Kind, Metric, Type, Unit
+from gpufleet_agent.benches import disk_read, h2d, memcpy
+from gpufleet_agent.measure import Bench
+
+BENCHES: dict[str, Bench] = {"memcpy": memcpy, "disk_read": disk_read, "h2d": h2d}
+"""Every bench, by name."""
 
 _F, _I, _U, _S = Type.F64, Type.I64, Type.U64, Type.STRING
 _K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE

@@ -1,0 +1,187 @@
+"""Runs benches for the supervisor: one child at a time, with a deadline, results delivered like samples."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from gpufleet.metric import Value
+from gpufleet_agent.bench import Settings
+from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent.child import Child, module_command
+from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.measure import params_hash
+from gpufleet_agent.pipe import Message, Skip
+from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 120.0
+"""A bench takes seconds; one that takes this long is stuck."""
+
+_STATUS, _BENCH, _ENTITY, _VERSION = (
+    next(at for at, metric in enumerate(METRICS) if metric.name == name)
+    for name in ("status", "bench", "entity", "version")
+)
+
+
+class BenchRunner:
+    """At most one bench child at a time.
+
+    Args:
+        host: How the child opens the host.
+        state_dir: Where a bench may keep a file.
+        lock: Path of the host's bench lock.
+        skips: Cards not to touch now.
+        deliver: Takes the results.
+        told: `unsupported` results that were reported before, one per line.
+        remember: Keeps that text over restarts.
+        command: The bench program.
+    """
+
+    def __init__(
+        self,
+        host: HostSettings,
+        state_dir: str,
+        lock: str,
+        skips: Callable[[], list[Skip]],
+        deliver: Callable[[Sweep], None],
+        told: str,
+        remember: Callable[[str], None],
+        command: Sequence[str] = module_command("gpufleet_agent.bench"),
+    ) -> None:
+        self._host = host
+        self._state_dir = state_dir
+        self._lock = lock
+        self._skips = skips
+        self._deliver = deliver
+        self._told = set(told.splitlines())
+        self._remember = remember
+        self._command = command
+        self._one_at_a_time = asyncio.Lock()
+        self._child: Child | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a bench runs now."""
+        return self._one_at_a_time.locked()
+
+    async def run(
+        self, bench: str, entity: str = "", lease: str = "", deadline_s: float = DEADLINE_S
+    ) -> Sweep:
+        """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
+        async with self._one_at_a_time:
+            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
+        news = self._without_known(sweep, lease)
+        if news.rows or news.error:
+            self._deliver(news)
+        return sweep
+
+    def stop(self) -> None:
+        """End a bench that runs."""
+        if self._child is not None:
+            self._child.leave()
+            self._child.kill()
+
+    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
+        skips = self._skips()
+        if BENCHES[bench].ON == "gpu" and any(skip.pci == "" for skip in skips):
+            return self._own(bench, entity, lease, "skipped", "the driver hangs", 0.0)
+        got: list[Sweep] = []
+
+        def take(message: Message) -> None:
+            if isinstance(message, Sweep):
+                got.append(message)
+
+        began = time.monotonic()
+        try:
+            child = Child.start(
+                self._command,
+                lambda memory: Settings(
+                    bench=bench,
+                    host=self._host,
+                    state_dir=self._state_dir,
+                    lock=self._lock,
+                    entity=entity,
+                    lease=lease,
+                    skip=skips,
+                    progress_fd=memory,
+                ),
+                take,
+            )
+        except OSError as error:
+            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0)
+        self._child = child
+        try:
+            ended = await child.wait(deadline_s)
+            seconds = time.monotonic() - began
+            if got:
+                return got[0]
+            if not ended:
+                call = child.progress.call()
+                where = f" in {call.call}{f' of {call.card}' if call.card else ''}" if call else ""
+                return self._own(
+                    bench, entity, lease, "hung", f"no result after {seconds:.0f} s{where}", seconds
+                )
+            return self._own(bench, entity, lease, "failed", f"ended with {child.code}: no result", seconds)
+        finally:
+            self._child = None
+            child.abandon()
+            child.kill()
+            child.progress.close()
+
+    def _own(self, bench: str, entity: str, lease: str, status: str, reason: str, seconds: float) -> Sweep:
+        """A row about a run that gave none itself."""
+        module = BENCHES[bench]
+        cells, reasons = check_row(
+            METRICS,
+            {
+                "entity": entity or "node:",
+                "peer": "",
+                "bench": bench,
+                "version": module.VERSION,
+                "convention": module.CONVENTION,
+                "params_hash": params_hash(module.PARAMS),
+                "status": status,
+                "reason": reason,
+                "seconds": seconds,
+                "lease": lease,
+            },
+        )
+        return Sweep("bench", wall_us(), mono_us(), seconds, "", [cells], [reasons])
+
+    def _without_known(self, sweep: Sweep, lease: str) -> Sweep:
+        """The sweep without what was said before: `unsupported` is told once, unless someone asked."""
+        kept = []
+        for row, reasons in zip(sweep.rows, sweep.reasons, strict=True):
+            key = _key(row)
+            if row[_STATUS] != "unsupported":
+                self._forget(key)
+            elif key in self._told and not lease:
+                continue
+            else:
+                self._told.add(key)
+                self._remember("\n".join(sorted(self._told)))
+            kept.append((row, reasons))
+        return Sweep(
+            sweep.probe, sweep.ts_us, sweep.mono_us, sweep.seconds, sweep.error,
+            [row for row, _ in kept], [reasons for _, reasons in kept],
+        )  # fmt: skip
+
+    def _forget(self, key: str) -> None:
+        if key in self._told:
+            self._told.discard(key)
+            self._remember("\n".join(sorted(self._told)))
+
+
+def _key(row: Sequence[Value | None]) -> str:
+    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY))
+
+
+def statuses(sweep: Sweep) -> dict[str, int]:
+    """How many rows of each status a run gave."""
+    found: dict[str, int] = {}
+    for row in sweep.rows:
+        status = str(row[_STATUS])
+        found[status] = found.get(status, 0) + 1
+    return found

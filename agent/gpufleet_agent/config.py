@@ -1,0 +1,191 @@
+"""`agent.toml`: every key of the agent, its default and its range. Read by `main`."""
+
+import math
+import re
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from gpufleet.tls import Tls
+from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.probes import PROBES
+
+Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
+"""Seconds between two runs of something periodic."""
+
+
+class Periodic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[probes.<name>]` and `[benches.<name>]`.
+
+    Attributes:
+        enabled: Whether it runs at all.
+        every_s: Seconds between two runs.
+    """
+
+    enabled: bool = True
+    every_s: Every = 60.0
+
+
+class Spooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[spool]`: what waits on disk for the collector.
+
+    Attributes:
+        max_mb: Most disk it takes; above it the oldest samples go first, events last.
+        max_age_h: Older batches go.
+    """
+
+    max_mb: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512
+    max_age_h: Annotated[float, msgspec.Meta(ge=0.01, le=24 * 365)] = 24.0
+
+
+class Pushing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[push]`.
+
+    Attributes:
+        seal_s: Rows of this many seconds travel together; an event does not wait.
+    """
+
+    seal_s: Annotated[float, msgspec.Meta(ge=0.1, le=300)] = 5.0
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[sampler]`: the child that talks to drivers.
+
+    Attributes:
+        deadline_s: A driver call that takes longer is hung: its child is abandoned.
+        retry_s: How long a hung card is left alone before it is tried again; doubles at each failure.
+        retry_max_s: Longest such wait.
+    """
+
+    deadline_s: Annotated[float, msgspec.Meta(ge=0.1, le=600)] = 3.0
+    retry_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 60.0
+    retry_max_s: Annotated[float, msgspec.Meta(ge=0.1, le=7 * 86400)] = 3600.0
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[simulated]`, for driver = "simulated".
+
+    Attributes:
+        scenario: Path of the scenario file.
+        node: Which of its hosts this agent plays; empty = the agent's own node name.
+    """
+
+    scenario: str = ""
+    node: str = ""
+
+
+def _table(name: str, defaults: Mapping[str, float]) -> type[msgspec.Struct]:
+    """A struct with a `Periodic` per name, so that an error names the whole key (probes.gpu.every_s)."""
+    fields = []
+    for key, every_s in defaults.items():
+        one = msgspec.defstruct(
+            f"{name}_{key}",
+            [("every_s", Every, every_s)],
+            bases=(Periodic,),
+            frozen=True,
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+        fields.append((key, one, one()))
+    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
+
+
+if TYPE_CHECKING:
+
+    class Probes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """`[probes.<name>]`: one `Periodic` per probe."""
+
+    class Benches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """`[benches.<name>]`: one `Periodic` per bench."""
+
+else:
+    Probes = _table("Probes", {name: probe.EVERY for name, probe in PROBES.items()})
+    Benches = _table("Benches", {name: bench.EVERY for name, bench in BENCHES.items()})
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file.
+
+    Attributes:
+        node: The name people type; empty = the hostname.
+        collector: HOST:PORT of the collector.
+        insecure: Send in plain text to a collector that is not on this machine.
+        driver: auto (NVML where there is one, else sysfs alone), nvml, none or simulated.
+        root: Where /proc, /sys and /dev are looked for.
+        state_dir: Spool and bench file; survives a reboot.
+        runtime_dir: Lock of the benches; one per host.
+        tls: Certificate files for the stream to the collector.
+        spool: What waits on disk.
+        push: The stream.
+        sampler: The child that talks to drivers.
+        probes: Which probes run, and how often.
+        benches: Which micro-benchmarks run, and how often.
+        simulated: For driver = "simulated".
+    """
+
+    node: str = ""
+    collector: str = "127.0.0.1:7443"
+    insecure: bool = False
+    driver: Literal["auto", "nvml", "none", "simulated"] = "auto"
+    root: str = "/"
+    state_dir: str = "/var/lib/gpufleet"
+    runtime_dir: str = "/run/gpufleet"
+    tls: Tls = Tls()
+    spool: Spooling = Spooling()
+    push: Pushing = Pushing()
+    sampler: Sampling = Sampling()
+    probes: Probes = Probes()
+    benches: Benches = Benches()
+    simulated: Simulation = Simulation()
+
+    def __post_init__(self) -> None:
+        if self.node and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", self.node):
+            raise _wrong("node", f"{self.node!r:.80} is no host name: use letters, digits, dots and dashes")
+        if not self.collector.startswith("unix:"):
+            host, _, port = self.collector.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise _wrong("collector", f"{self.collector!r:.80} is not HOST:PORT, e.g. 10.0.0.5:7443")
+        if self.driver == "simulated" and not self.simulated.scenario:
+            raise _wrong("simulated.scenario", 'not set: driver = "simulated" needs a scenario file')
+        if self.sampler.retry_max_s < self.sampler.retry_s:
+            raise _wrong("sampler.retry_max_s", "must not be less than sampler.retry_s")
+        for key in ("state_dir", "runtime_dir", "root"):
+            if not getattr(self, key).startswith("/"):
+                raise _wrong(key, f"{getattr(self, key)!r:.80} is not an absolute path")
+
+    @property
+    def node_name(self) -> str:
+        """The configured name, else the simulated host's, else the hostname."""
+        simulated = self.simulated.node if self.driver == "simulated" else ""
+        return self.node or simulated or socket.gethostname()
+
+    @property
+    def node_in_scenario(self) -> str:
+        """Which host of the scenario this agent plays."""
+        return self.simulated.node or self.node_name
+
+    def probe(self, name: str) -> Periodic:
+        """The settings of one probe."""
+        return _periodic(self.probes, name)
+
+    def bench(self, name: str) -> Periodic:
+        """The settings of one bench."""
+        return _periodic(self.benches, name)
+
+
+def _periodic(table: msgspec.Struct, name: str) -> Periodic:
+    found = getattr(table, name)
+    assert isinstance(found, Periodic)
+    return found
+
+
+def _wrong(key: str, what: str) -> ValueError:
+    # msgspec hands this text on; the ending is how its own messages name a key
+    return ValueError(f"{what} - at `$.{key}`")
+
+
+def backoff(attempt: int, first_s: float, most_s: float) -> float:
+    """How long to wait before attempt `attempt` (from 0): doubles from `first_s`, at most `most_s`."""
+    return min(most_s, first_s * math.pow(2.0, min(attempt, 60)))

@@ -1,0 +1,69 @@
+"""What a collector may ask of this agent, and what is done about it. A closed set; the rest is refused."""
+
+from collections.abc import Awaitable, Callable
+
+from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_agent.bench_runner import BenchRunner, statuses
+from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.isolation import Isolation
+
+LEAST_S, MOST_S = 0.5, 86400.0
+"""Intervals outside of this are refused: one would burden the host, the other amounts to switching off."""
+
+
+class Directives:
+    """Does what directives say; `push` hands them over one by one.
+
+    Args:
+        benches: Runs benches.
+        isolation: Has the probes' intervals.
+        intervals_changed: Called after one was set, so that the collector hears of it.
+    """
+
+    def __init__(
+        self, benches: BenchRunner, isolation: Isolation, intervals_changed: Callable[[], None]
+    ) -> None:
+        self._benches = benches
+        self._isolation = isolation
+        self._intervals_changed = intervals_changed
+
+    async def obey(self, directive: pb.Directive) -> pb.DirectiveResult:
+        """The outcome. Credit and pauses concern `push` alone and do not come here."""
+        work: dict[str, Callable[[pb.Directive], Awaitable[tuple[pb.Outcome.ValueType, str]]]] = {
+            "run_bench": self._run_bench,
+            "set_interval": self._set_interval,
+        }
+        kind = directive.WhichOneof("kind") or ""
+        if kind not in work:
+            return pb.DirectiveResult(
+                id=directive.id,
+                outcome=pb.OUTCOME_UNSUPPORTED,
+                message=f"this agent cannot do {kind or 'this directive'}",
+            )
+        outcome, message = await work[kind](directive)
+        return pb.DirectiveResult(id=directive.id, outcome=outcome, message=message)
+
+    async def _run_bench(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+        wanted = directive.run_bench
+        if wanted.bench not in BENCHES:
+            return pb.OUTCOME_REFUSED, f"no bench {wanted.bench:.60}: there is {', '.join(BENCHES)}"
+        if self._benches.running:
+            return pb.OUTCOME_REFUSED, "another bench runs"
+        deadline_s = wanted.deadline_s if 0 < wanted.deadline_s < 3600 else 60.0
+        sweep = await self._benches.run(wanted.bench, wanted.entity, wanted.lease or directive.id, deadline_s)
+        found = statuses(sweep)
+        text = ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to run it on"
+        if found.keys() == {"ok"}:
+            return pb.OUTCOME_DONE, text
+        if not found or found.keys() <= {"skipped", "preempted", "unsupported", "ok"}:
+            return pb.OUTCOME_DONE if "ok" in found else pb.OUTCOME_REFUSED, text
+        return pb.OUTCOME_FAILED, text
+
+    async def _set_interval(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+        wanted = directive.set_interval
+        if not LEAST_S <= wanted.interval_s <= MOST_S:
+            return pb.OUTCOME_REFUSED, f"{wanted.interval_s:g} s: give {LEAST_S:g} to {MOST_S:g}"
+        if not self._isolation.set_interval(wanted.probe, wanted.interval_s):
+            return pb.OUTCOME_REFUSED, f"no probe {wanted.probe:.60} runs here"
+        self._intervals_changed()
+        return pb.OUTCOME_DONE, f"{wanted.probe} every {wanted.interval_s:g} s until the agent is restarted"

@@ -1,0 +1,187 @@
+"""The cards that can be simulated, and what makes one board differ from the next.
+
+Figures are those that nvidia-smi shows on real ones. Everything of a board comes from the scenario's seed,
+its host and its slot by hash, so that every process that plays a scenario sees the same board.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of card.
+
+    Attributes:
+        name: As the driver says it.
+        device_id: PCI device, four hex digits.
+        pci_class: 0302 for a card without a screen, 0300 for one with.
+        arch: NVIDIA's word.
+        mem_bytes: Memory.
+        sm_clock_max_mhz: Largest SM clock that the driver names.
+        sm_clock_busy_mhz: What a healthy card holds under a steady load.
+        sm_clock_idle_mhz: When idle.
+        mem_clock_max_mhz: Memory clock under load.
+        mem_clock_idle_mhz: When idle.
+        idle_pstate: 0 on cards with HBM, 8 on others.
+        pcie_gen: Of card and slot.
+        pcie_gen_idle: When idle; cards with HBM keep theirs.
+        power_limit_w: Default limit.
+        power_busy_w: Under a steady load.
+        power_idle_w: When idle.
+        power_capped: A steady load runs into the power limit, which is normal.
+        slowdown_c: Temperature at which hardware cuts the clock.
+        warm_c: Temperature under a steady load.
+        hbm: Has a memory temperature.
+        has_margin: Tells the distance to the slowdown temperature (Ada and newer).
+        has_serial: Not on GeForce.
+        part_number: Of the board; empty where the driver gives none.
+        vbios: Version.
+    """
+
+    name: str
+    device_id: str
+    pci_class: str
+    arch: str
+    mem_bytes: int
+    sm_clock_max_mhz: int
+    sm_clock_busy_mhz: int
+    sm_clock_idle_mhz: int
+    mem_clock_max_mhz: int
+    mem_clock_idle_mhz: int
+    idle_pstate: int
+    pcie_gen: int
+    pcie_gen_idle: int
+    power_limit_w: float
+    power_busy_w: float
+    power_idle_w: float
+    power_capped: bool
+    slowdown_c: float
+    warm_c: float
+    hbm: bool
+    has_margin: bool
+    has_serial: bool
+    part_number: str
+    vbios: str
+
+
+_H100 = Model(
+    name="NVIDIA H100 80GB HBM3", device_id="2330", pci_class="0302", arch="Hopper", mem_bytes=81559 * _MIB,
+    sm_clock_max_mhz=1980, sm_clock_busy_mhz=1755, sm_clock_idle_mhz=345,
+    mem_clock_max_mhz=2619, mem_clock_idle_mhz=2619,
+    idle_pstate=0, pcie_gen=5, pcie_gen_idle=5,
+    power_limit_w=700.0, power_busy_w=686.0, power_idle_w=71.0, power_capped=True,
+    slowdown_c=89.0, warm_c=63.0, hbm=True, has_margin=True, has_serial=True,
+    part_number="692-2G520-0200-000", vbios="96.00.89.00.01",
+)  # fmt: skip
+_H200 = Model(
+    name="NVIDIA H200", device_id="2335", pci_class="0302", arch="Hopper", mem_bytes=143771 * _MIB,
+    sm_clock_max_mhz=1980, sm_clock_busy_mhz=1740, sm_clock_idle_mhz=345,
+    mem_clock_max_mhz=3201, mem_clock_idle_mhz=3201,
+    idle_pstate=0, pcie_gen=5, pcie_gen_idle=5,
+    power_limit_w=700.0, power_busy_w=684.0, power_idle_w=76.0, power_capped=True,
+    slowdown_c=89.0, warm_c=64.0, hbm=True, has_margin=True, has_serial=True,
+    part_number="692-2G520-0280-501", vbios="96.00.BC.00.01",
+)  # fmt: skip
+_A100 = Model(
+    name="NVIDIA A100-SXM4-80GB", device_id="20b2", pci_class="0302", arch="Ampere", mem_bytes=81920 * _MIB,
+    sm_clock_max_mhz=1410, sm_clock_busy_mhz=1395, sm_clock_idle_mhz=210,
+    mem_clock_max_mhz=1593, mem_clock_idle_mhz=1593,
+    idle_pstate=0, pcie_gen=4, pcie_gen_idle=4,
+    power_limit_w=400.0, power_busy_w=388.0, power_idle_w=62.0, power_capped=True,
+    slowdown_c=89.0, warm_c=61.0, hbm=True, has_margin=False, has_serial=True,
+    part_number="692-2G506-0210-002", vbios="92.00.45.00.03",
+)  # fmt: skip
+_RTX4090 = Model(
+    name="NVIDIA GeForce RTX 4090", device_id="2684", pci_class="0300", arch="Ada", mem_bytes=24564 * _MIB,
+    sm_clock_max_mhz=3105, sm_clock_busy_mhz=2640, sm_clock_idle_mhz=210,
+    mem_clock_max_mhz=10501, mem_clock_idle_mhz=405,
+    idle_pstate=8, pcie_gen=4, pcie_gen_idle=1,
+    power_limit_w=450.0, power_busy_w=392.0, power_idle_w=17.0, power_capped=False,
+    slowdown_c=90.0, warm_c=66.0, hbm=False, has_margin=True, has_serial=False,
+    part_number="", vbios="95.02.3C.40.B8",
+)  # fmt: skip
+_T4 = Model(
+    name="Tesla T4", device_id="1eb8", pci_class="0302", arch="Turing", mem_bytes=15360 * _MIB,
+    sm_clock_max_mhz=1590, sm_clock_busy_mhz=1095, sm_clock_idle_mhz=300,
+    mem_clock_max_mhz=5001, mem_clock_idle_mhz=405,
+    idle_pstate=8, pcie_gen=3, pcie_gen_idle=1,
+    power_limit_w=70.0, power_busy_w=68.5, power_idle_w=9.5, power_capped=True,
+    slowdown_c=93.0, warm_c=70.0, hbm=False, has_margin=False, has_serial=True,
+    part_number="900-2G183-0000-001", vbios="90.04.96.00.02",
+)  # fmt: skip
+
+SHORT: dict[str, Model] = {"H100": _H100, "H200": _H200, "A100": _A100, "RTX 4090": _RTX4090, "T4": _T4}
+"""Every model that can be simulated, by its short name."""
+
+_MODELS = SHORT | {model.name: model for model in SHORT.values()}
+
+H2D_SPREAD = 0.007
+"""Spread of the host-to-device bench, as a part of its value."""
+
+_SLOTS = ("1b", "43", "52", "61", "9d", "c3", "d1", "df")
+_GB_PER_S_X16 = {1: 3.1, 2: 6.3, 3: 12.6, 4: 25.6, 5: 52.9, 6: 104.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """One card as it was made: `number` counts the boards that sat in this slot, from 0."""
+
+    uuid: str
+    serial: str
+    pci: str
+    parent: str
+    slot: int
+    number: int
+    key: int
+
+
+def model(name: str) -> Model:
+    """By its short name or the driver's.
+
+    Raises:
+        KeyError: Not simulated.
+    """
+    return _MODELS[name]
+
+
+def number(*parts: int | str) -> int:
+    """A 64-bit number from any words: the same in every process."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def uuid(*parts: int | str) -> str:
+    """A version 4 UUID from any words: the same in every process."""
+    text = "\0".join(map(str, parts)).encode()
+    digits = hashlib.blake2b(text, digest_size=16).hexdigest()
+    variant = "89ab"[int(digits[16], 16) & 3]
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
+
+
+@lru_cache(maxsize=20_000)
+def board(seed: int, node: str, slot: int, generation: int, model_: Model) -> Board:
+    """The `generation`-th board in a slot of a host."""
+    key = number(seed, node, slot, generation, "board")
+    serial = f"165{key % 10**10:010d}" if model_.has_serial else ""
+    domain, place = divmod(slot, len(_SLOTS))
+    bus = _SLOTS[place]
+    pci = f"{domain:04x}:{bus}:00.0"
+    parent = f"{domain:04x}:{int(bus, 16) - 1:02x}:01.0"
+    return Board(
+        f"GPU-{uuid(seed, node, slot, generation, 'gpu')}", serial, pci, parent, slot, generation, key
+    )
+
+
+def busy_clock_mhz(model_: Model, board_: Board) -> float:
+    """What this healthy board holds under a steady load: boards differ by a step or two of 15 MHz."""
+    return float(model_.sm_clock_busy_mhz + 15 * (board_.key % 3 - 1))
+
+
+def h2d_gb_per_s(model_: Model, board_: Board, gen: int, width: int) -> float:
+    """Host-to-device copies over a link of this board, without noise."""
+    own = 1 + 0.004 * ((board_.key >> 8) % 1001 / 500 - 1)
+    return _GB_PER_S_X16[min(gen, model_.pcie_gen)] * width / 16 * own

@@ -1,0 +1,404 @@
+"""A host that does not exist: plays one host of a scenario through the same interface as real drivers.
+
+What it answers is a function of the scenario and the time alone, so that the sampler, the bench child and a
+process started again see one and the same machine.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+from gpufleet.event import Event
+from gpufleet.metric import Cell, Null, Reason, Row, Value
+from gpufleet_agent.drivers import (
+    BenchResult,
+    DriverError,
+    DriverGone,
+    Gpu,
+    Hung,
+    Item,
+    Link,
+    Lost,
+    NoProgress,
+    Process,
+    Progress,
+    Ring,
+    cards,
+)
+from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
+from gpufleet_agent.scenario import Scenario
+
+DRIVER = "570.133.20"
+CUDA = "12.8"
+
+_RING = ("util_pct", "sm_clock_mhz", "power_w")
+_ABSENT = Null(Reason.NOT_SUPPORTED, "NVML 3")
+_UNREADABLE = Null(Reason.FAILED, "EIO")
+_GONE_WORDS = {
+    "driver_not_loaded": "NVIDIA driver not loaded",
+    "no_library": f"NVIDIA {DRIVER} without its library",
+    "driver_mismatch": f"NVIDIA {DRIVER}, library of another version",
+    "no_permission": f"NVIDIA {DRIVER}, no permission",
+    "driver_failed": f"NVIDIA {DRIVER}, fails",
+}
+_USED = {"train": 0.86, "inference": 0.71, "idle": 0.006}
+
+
+class SimulatedGpu:
+    """One card of a simulated host."""
+
+    def __init__(self, host: "SimulatedHost", board: cards.Board, index: int) -> None:
+        self.ring = Ring()
+        self.index = index
+        self._host = host
+        self._board = board
+
+    @property
+    def pci(self) -> str:
+        """`dddd:bb:dd.f`, lower case."""
+        return self._board.pci
+
+    @property
+    def uuid(self) -> str:
+        """`GPU-...`."""
+        return self._board.uuid
+
+    def identity(self) -> Mapping[str, str]:
+        """Inventory attributes.
+
+        Raises:
+            Lost, Hung: This card does not answer.
+        """
+        self.answer("identity")
+        model = self._host.model
+        found = {
+            "uuid": self.uuid,
+            "serial": self._board.serial,
+            "pci": self.pci,
+            "model": model.name,
+            "index": str(self.index),
+            "minor": str(self.index),
+            "slot": str(self._board.slot),
+            "part_number": model.part_number,
+            "vbios": model.vbios,
+            "architecture": model.arch,
+            "driver": DRIVER,
+            "cuda": CUDA,
+            "sm_clock_max_mhz": str(model.sm_clock_max_mhz),
+            "mem_clock_max_mhz": str(model.mem_clock_max_mhz),
+            "power_limit_default_w": f"{model.power_limit_w:g}",
+            "pcie_gen_max": str(model.pcie_gen),
+            "pcie_width_max": "16",
+            "mem_total_bytes": str(model.mem_bytes),
+        }
+        return {name: text for name, text in found.items() if text}
+
+    def read(self, group: str) -> Row:
+        """The metrics of "ring" or "gpu"; nothing for a group that is not simulated.
+
+        Raises:
+            Lost, Hung: This card does not answer.
+        """
+        phase = self.answer(group)
+        t = self._host.now()
+        if group == "ring":
+            return self._ring(phase, t)
+        if group != "gpu":
+            return {}
+        row = self._gpu(phase, t)
+        if not self.ring.values:
+            row.update(self._ring(phase, t))
+        return row
+
+    def answer(self, call: str) -> CardPhase:
+        """What holds for the card now, if it answers.
+
+        Raises:
+            Lost, Hung: It does not.
+        """
+        host = self._host
+        phase = host.card(self._board.slot, host.now())
+        host.progress.enter(self.pci, phase.hang or call)
+        try:
+            while phase.hang:
+                if host.hang == "raise":
+                    raise Hung("hung", f"{phase.hang} of {self.pci} did not return")
+                time.sleep(0.1)
+                phase = host.card(self._board.slot, host.now())
+        finally:
+            host.progress.leave()
+        if phase.lost or not phase.listed or phase.board.uuid != self.uuid:
+            raise Lost("gpu_is_lost", f"{self.pci} does not answer")
+        return phase
+
+    def _ring(self, phase: CardPhase, t: float) -> dict[str, Cell]:
+        bits = noise(self._board.key, int(t))
+        cut = phase.is_cut(t)
+        clock = phase.clock_cut if cut else phase.clock
+        power = phase.power_cut if cut else phase.power
+        if not phase.steady:
+            clock += 15 * ((bits >> 8) % 3 - 1)
+        return {
+            "util_pct": self._util(phase, t, bits),
+            "sm_clock_mhz": float(round(min(clock, self._host.model.sm_clock_max_mhz))),
+            "power_w": round(min(power * (1 + ((bits >> 16) % 1001 - 500) * 2e-5), phase.limit_w), 3),
+        }
+
+    def _util(self, phase: CardPhase, t: float, bits: int) -> float:
+        if not phase.util:
+            return 0.0
+        wave = 0.0
+        if phase.kind == "inference":
+            wave = 0.35 * phase.util * math.sin(t / 47 + self._board.key % 628 / 100)
+        return min(100.0, max(0.0, float(round(phase.util + wave + bits % 7 - 3))))
+
+    def _gpu(self, phase: CardPhase, t: float) -> dict[str, Cell]:
+        model = self._host.model
+        totals = phase.totals(t)
+        temperature = float(round(phase.temperature_c(t)))
+        idle = not phase.util
+        return {
+            "power_limit_w": phase.limit_w,
+            "mem_util_pct": float(round(0.62 * phase.util)),
+            "mem_clock_mhz": float(model.mem_clock_idle_mhz if idle else model.mem_clock_max_mhz),
+            "mem_used_bytes": int(model.mem_bytes * _USED[phase.kind]),
+            "mem_total_bytes": model.mem_bytes,
+            "temperature_c": temperature,
+            "temperature_margin_c": model.slowdown_c - temperature if model.has_margin else _ABSENT,
+            "mem_temperature_c": temperature + 7 if model.hbm else _ABSENT,
+            "pstate": model.idle_pstate if idle else 0,
+            "clock_reasons": phase.reasons_cut if phase.is_cut(t) else phase.reasons,
+            "power_cap_s_total": totals.power_cap_s,
+            "sw_thermal_s_total": totals.sw_thermal_s,
+            "hw_thermal_s_total": totals.hw_thermal_s,
+            "hw_brake_s_total": totals.hw_brake_s,
+            "energy_j_total": totals.energy_j,
+            "pcie_gen": phase.gen_now(model),
+            "pcie_gen_max": model.pcie_gen,
+            "pcie_width": phase.width,
+            "pcie_width_max": 16,
+        }
+
+
+class SimulatedHost:
+    """One host of a scenario.
+
+    Args:
+        scenario: What it goes through.
+        node: Its name there.
+        started_us: Wall clock at the scenario's start, microseconds since the epoch.
+        clock: Seconds since the scenario's start.
+        progress: Where it writes which call it is in.
+        hang: "raise" = a hung card raises `Hung` at once; "block" = the call really does not return.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        node: str,
+        started_us: int,
+        clock: Callable[[], float],
+        progress: Progress | None = None,
+        hang: Literal["raise", "block"] = "raise",
+    ) -> None:
+        self.now = clock
+        self.progress: Progress = progress or NoProgress()
+        self.hang = hang
+        self.model = scenario.model(node)
+        self._name = node
+        self._seed = scenario.fleet.seed
+        self._started_us = started_us
+        self._scenario = scenario
+        self._node = node_timeline(scenario, node)
+        slots = range(scenario.gpu_count(node))
+        self._cards = [card_timeline(scenario, node, slot, self._node) for slot in slots]
+        self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
+        self._gpus: tuple[SimulatedGpu, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Counts the driver's initialisations."""
+        return self._phase().epoch
+
+    @property
+    def boot_id(self) -> str:
+        """Another one after each reboot."""
+        return cards.uuid(self._seed, self._name, "boot", self._phase().boot)
+
+    def card(self, slot: int, t: float) -> CardPhase:
+        """What holds at `t` for the card in a slot."""
+        return self._cards[slot].at(t)
+
+    def running(self) -> bool:
+        """Whether this host's agent runs now."""
+        return self._scenario.running(self._name, self.now())
+
+    def clock_offset_s(self) -> float:
+        """By how much this host's wall clock is off now."""
+        return self._scenario.clock_offset_s(self._name, self.now())
+
+    def node(self) -> Item:
+        """The host itself."""
+        found = {
+            "hostname": self._name,
+            "machine_id": f"{cards.number(self._seed, self._name, 'machine', 1):016x}"
+            f"{cards.number(self._seed, self._name, 'machine', 2):016x}",
+            "boot_id": self.boot_id,
+            "kernel": "6.8.0-60-generic",
+            "architecture": "x86_64",
+            "os": "Ubuntu 24.04 LTS (simulated)",
+            "vendor": "gpufleet",
+            "product": "simulated host",
+            "cpu_model": "AMD EPYC 9554 64-Core Processor",
+            "cpus": str(_CPUS),
+            "mem_total_bytes": str(_MEM_BYTES),
+            "driver": self._driver(),
+        }
+        if self._cards and not self._phase().gone:
+            found |= {"driver_version": DRIVER, "cuda": CUDA}
+        return Item("node:", found)
+
+    def _driver(self) -> str:
+        if not self._cards:
+            return "no NVIDIA driver"
+        return _GONE_WORDS.get(self._phase().gone, f"simulated {DRIVER}")
+
+    def read(self, group: str) -> Row:
+        """The metrics of "host"; nothing for a group that is not simulated."""
+        if group != "host":
+            return {}
+        t = self.now()
+        up = max(0.0, t - self._phase().booted_at)
+        bits = noise(cards.number(self._seed, self._name), int(t))
+        busy = 3.0 + 9.0 * sum(card.at(t).util > 0 for card in self._cards)
+        worked = 3.0 + 9.0 * len(self._cards)
+        return {
+            "cpu_busy_s_total": worked * up,
+            "cpu_iowait_s_total": 0.11 * up,
+            "cpu_steal_s_total": 0.0,
+            "cpus": _CPUS,
+            "load1": round(busy + (bits % 100) / 50, 2),
+            "load15": round(busy + 1.0, 2),
+            "processes": 2400 + bits % 40,
+            "processes_blocked": 0,
+            "context_switches_total": int(61_000 * up),
+            "mem_total_bytes": _MEM_BYTES,
+            "mem_available_bytes": _MEM_BYTES - int(busy * 9e9) - (bits >> 8) % 100_000_000,
+            "swap_used_bytes": 0,
+            "psi_cpu_some_s_total": 0.004 * up,
+            "psi_memory_full_s_total": 0.0,
+            "psi_io_some_s_total": 0.002 * up,
+            "psi_io_full_s_total": 0.001 * up,
+            "uptime_s": up,
+        }
+
+    def gpus(self) -> Sequence[Gpu]:
+        """Every card the driver lists, in its order; lost ones too.
+
+        Raises:
+            DriverGone: The scenario took the driver away.
+        """
+        return self._list()
+
+    def _list(self) -> tuple[SimulatedGpu, ...]:
+        t = self.now()
+        host = self._node.at(t)
+        if host.gone and self._cards:
+            raise DriverGone(host.gone)
+        phases = [card.at(t) for card in self._cards]
+        listed = (host.epoch, tuple(phase.board for phase in phases if phase.listed))
+        if listed != self._listed:
+            self._gpus = tuple(SimulatedGpu(self, board, index) for index, board in enumerate(listed[1]))
+            self._listed = listed
+        return self._gpus
+
+    def links(self, gpu: Gpu) -> Sequence[Link]:
+        """None: NVLinks are not simulated."""
+        return ()
+
+    def pci_devices(self) -> Iterable[Row]:
+        """The cards as the bus sees them."""
+        t = self.now()
+        phases = [card.at(t) for card in self._cards]
+        return [self._pci(phase) for phase in phases if phase.bus != "absent"]
+
+    def _pci(self, phase: CardPhase) -> Row:
+        present = phase.bus == "ok"
+        gen: Cell = phase.gen_now(self.model) if present else _UNREADABLE
+        width: Cell = phase.width if present else _UNREADABLE
+        return {
+            "pci": phase.board.pci,
+            "device_kind": "gpu",
+            "vendor_id": "10de",
+            "device_id": self.model.device_id,
+            "present": present,
+            "bound_driver": "nvidia" if phase.bound else "",
+            "gpu_uuid": phase.board.uuid if phase.bound else Null(Reason.NOT_SUPPORTED, "ENOENT"),
+            "pcie_gen": gen,
+            "pcie_gen_max": self.model.pcie_gen if present else _UNREADABLE,
+            "pcie_width": width,
+            "pcie_width_max": 16 if present else _UNREADABLE,
+            "numa_node": phase.board.slot % 8 // 4,
+            "parent": phase.board.parent,
+            "runtime_status": "active",
+        }
+
+    def ports(self) -> Iterable[Row]:
+        """None: network ports are not simulated."""
+        return ()
+
+    def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
+        """Empty: the kernel log is not simulated."""
+        return (), cursor
+
+    def processes(self) -> Sequence[Process]:
+        """One process per card that works."""
+        t = self.now()
+        return [
+            Process(40_000 + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind]))
+            for phase in (card.at(t) for card in self._cards)
+            if phase.util and phase.listed and not phase.lost
+        ]
+
+    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
+        """`h2d` of the card that `pci` or `gpu_uuid` names; `unsupported` for other benches."""
+        if name != "h2d":
+            return BenchResult("unsupported", None, "", f"{name} is not simulated")
+        wanted = params.get("pci") or params.get("gpu_uuid")
+        try:
+            gpu = next((gpu for gpu in self._list() if wanted in (gpu.pci, gpu.uuid)), None)
+            if gpu is None:
+                return BenchResult("failed", None, "GB/s", f"no card {wanted}: give pci or gpu_uuid")
+            phase = gpu.answer("h2d")
+        except Hung as hung:
+            return BenchResult("hung", None, "GB/s", str(hung))
+        except DriverError as error:
+            return BenchResult("failed", None, "GB/s", f"{error.code}: {error}")
+        return self._h2d(phase, int(params.get("repeats", 5)))
+
+    def _h2d(self, phase: CardPhase, repeats: int) -> BenchResult:
+        t = self.now()
+        rate = cards.h2d_gb_per_s(self.model, phase.board, phase.gen, phase.width) * phase.h2d
+        rate *= 1 + cards.H2D_SPREAD * _bell(phase.board.key ^ 0x42, int(t * 1000))
+        samples = tuple(
+            rate * (1 + 0.002 * _bell(phase.board.key ^ 0x43, int(t * 1000) + repeat))
+            for repeat in range(min(100, max(1, repeats)))
+        )
+        seconds = 0.12 * len(samples)
+        return BenchResult("ok", median(samples), "GB/s", "", samples, seconds, seconds)
+
+    def _phase(self) -> NodePhase:
+        return self._node.at(self.now())
+
+
+_CPUS = 128
+_MEM_BYTES = 1 << 40
+
+
+def _bell(key: int, count: int) -> float:
+    """About normal with variance 1, never beyond 3.5: the sum of four even numbers."""
+    bits = noise(key, count)
+    total = sum((bits >> shift & 0xFFFF) / 0xFFFF for shift in (0, 16, 32, 48))
+    return (total - 2) * math.sqrt(3)

@@ -1,0 +1,469 @@
+"""What the kernel says in /proc and /sys: the bus, the host's metrics, what the node is.
+
+Needs no driver of a card, so it still answers when that driver hangs or is gone. Nothing here raises for a
+file that is missing, truncated or full of bytes: the cell is a Null that says why.
+"""
+
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from gpufleet.event import Event
+from gpufleet.metric import Cell, Null, Reason, Row, Value
+from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu, Item, Link, Process
+
+NVIDIA = "10de"
+
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_PRETTY = re.compile(r'^PRETTY_NAME="?([^"\n]*)', re.MULTILINE)
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
+_RUNTIME = ("active", "suspended", "suspending", "resuming", "error", "unsupported")
+_GPU_CLASSES = {NVIDIA: ("0300", "0302", "0380"), "1002": ("0300", "0302", "0380", "1200")}
+_GONE_WIDTH = "63"
+_PIECE = 1 << 16
+_MOST_PIECES = 64
+_UNPARSABLE = Null(Reason.FAILED, "unparsable")
+_NO_ANSWER = Null(Reason.FAILED, "all_ones")
+_ASLEEP = Null(Reason.NOT_READ, "suspended")
+_PLACEHOLDERS = (
+    "",
+    "none",
+    "not specified",
+    "to be filled by o.e.m.",
+    "default string",
+    "system product name",
+)
+
+
+class Sysfs:
+    """Readers below one root, which tests set to a captured tree."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._pci = root / "sys/bus/pci/devices"
+        self._nvidia = root / "proc/driver/nvidia"
+
+    def pci_devices(self) -> list[Row]:
+        """GPUs, NVSwitches and HCAs, in order of their addresses; the columns of probe `pci`.
+
+        Raises:
+            DriverError: The bus cannot be listed, so nothing can be said about what is on it.
+        """
+        rows: list[Row] = []
+        for name in self._addresses():
+            device = self._pci / name
+            vendor, pci_class = _hex(_text(device / "vendor")), _hex(_text(device / "class"))
+            kind = self._kind(device, vendor, pci_class)
+            if kind:
+                rows.append(self._device(device, kind, vendor))
+        return rows
+
+    def nvidia_cards(self) -> tuple[str, ...]:
+        """Addresses of NVIDIA cards on the bus, but for those handed to virtual machines."""
+        return tuple(
+            str(row["pci"])
+            for row in self.pci_devices()
+            if row["device_kind"] == "gpu"
+            and row["vendor_id"] == NVIDIA
+            and row["bound_driver"] not in ("vfio-pci", "pci-stub")
+        )
+
+    def knows_card(self, address: str) -> bool:
+        """Whether the NVIDIA kernel module took the card."""
+        return _exists(self._nvidia / "gpus" / address)
+
+    def gpu_uuid(self, address: str) -> Cell:
+        """UUID of a card by the NVIDIA kernel module."""
+        text = _text(self._nvidia / "gpus" / address / "information")
+        if isinstance(text, Null):
+            return text
+        found = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
+        if found is None:
+            return _UNPARSABLE
+        if _UUID.fullmatch(found[1]):
+            return found[1]
+        # question marks until something initialises the card
+        return Null(Reason.NOT_READ, "not_initialised") if "?" in found[1] else _UNPARSABLE
+
+    def driver_version(self) -> str:
+        """Of the loaded NVIDIA kernel module; empty when none is."""
+        text = _text(self._nvidia / "version")
+        if isinstance(text, Null):
+            return ""
+        found = re.search(r"Kernel Module(?: for \S+)?\s+(\d{1,5}(?:\.\d{1,5}){1,3})\s", text + " ")
+        return found[1] if found else ""
+
+    def runtime_status(self, address: str) -> Cell:
+        """Whether the device is powered: active, suspended, ..."""
+        return _word(self._pci / address / "power/runtime_status", _RUNTIME)
+
+    def boot_id(self) -> str:
+        """Of the running boot; empty when it cannot be read."""
+        return _plain(_text(self._root / "proc/sys/kernel/random/boot_id"))
+
+    def host(self) -> Row:
+        """The columns of probe `host`."""
+        proc = self._root / "proc"
+        row: dict[str, Cell] = {}
+        row.update(_stat(_text(proc / "stat")))
+        row.update(_loadavg(_text(proc / "loadavg")))
+        row.update(_meminfo(_text(proc / "meminfo")))
+        for name, kind in _PRESSURES:
+            row[f"psi_{name}_{kind}_s_total"] = _pressure(_text(proc / "pressure" / name), kind)
+        row["uptime_s"] = _parsed(_text(proc / "uptime"), lambda text: _number(text.split()[0]))
+        return row
+
+    def attributes(self) -> dict[str, str]:
+        """What the node is, as far as it can be read."""
+        proc, dmi = self._root / "proc", self._root / "sys/class/dmi/id"
+        machine = _plain(_text(self._root / "etc/machine-id"))
+        memory = _meminfo(_text(proc / "meminfo"))["mem_total_bytes"]
+        cpus = _stat(_text(proc / "stat"))["cpus"]
+        found = {
+            "hostname": _plain(_text(proc / "sys/kernel/hostname")),
+            "machine_id": machine if re.fullmatch("[0-9a-f]{32}", machine) and set(machine) != {"0"} else "",
+            "boot_id": self.boot_id(),
+            "kernel": _plain(_text(proc / "sys/kernel/osrelease")),
+            "architecture": os.uname().machine,
+            "os": self._os(),
+            "vendor": _plain(_text(dmi / "sys_vendor")),
+            "product": _plain(_text(dmi / "product_name")),
+            "serial": _plain(_text(dmi / "product_serial")),
+            "cpu_model": self._cpu_model(),
+            "cpus": "" if isinstance(cpus, Null) else str(cpus),
+            "mem_total_bytes": "" if isinstance(memory, Null) else str(memory),
+        }
+        return {name: text for name, text in found.items() if text.lower() not in _PLACEHOLDERS}
+
+    def _addresses(self) -> list[str]:
+        try:
+            names = os.listdir(self._pci)
+        except FileNotFoundError as error:
+            # a machine may have no PCI bus; one that shows no devices at all has no /sys: no answer
+            if (self._root / "sys/devices").is_dir():
+                return []
+            raise DriverError("no_sysfs", f"{self._pci}: {error.strerror}") from error
+        except OSError as error:
+            raise DriverError(_errno(error), f"{self._pci}: {error.strerror}") from error
+        return sorted(name for name in names if _ADDRESS.fullmatch(name))
+
+    def _kind(self, device: Path, vendor: str, pci_class: str) -> str:
+        group = pci_class[:4]
+        if group in _GPU_CLASSES.get(vendor, ()):
+            kind = "gpu"
+        elif vendor == NVIDIA and group == "0680":
+            kind = "nvswitch"
+        elif group == "0207" or (group == "0200" and (vendor == "15b3" or _exists(device / "infiniband"))):
+            kind = "hca"
+        else:
+            return ""
+        # a virtual function is a share of a device that is here already
+        return "" if _exists(device / "physfn") else kind
+
+    def _device(self, device: Path, kind: str, vendor: str) -> Row:
+        address = device.name
+        status = self.runtime_status(address)
+        asleep = status == "suspended"
+        present: Cell = _ASLEEP if asleep else _present(device)
+        speeds = ("current_link_speed", "max_link_speed")
+        widths = ("current_link_width", "max_link_width")
+        gen: Cell
+        gen_max: Cell
+        width: Cell
+        width_max: Cell
+        if asleep or present is False:
+            nothing = _ASLEEP if asleep else _NO_ANSWER
+            gen, gen_max, width, width_max = (nothing,) * 4
+        else:
+            gen, gen_max = (_parsed(_text(device / name), _generation) for name in speeds)
+            width, width_max = (_parsed(_text(device / name), _lanes) for name in widths)
+        module_knows = kind == "gpu" and vendor == NVIDIA
+        return {
+            "pci": address,
+            "device_kind": kind,
+            "vendor_id": vendor,
+            "device_id": _hex(_text(device / "device")) or _UNPARSABLE,
+            "present": present,
+            "bound_driver": _link(device / "driver"),
+            "gpu_uuid": self.gpu_uuid(address) if module_knows else Null(Reason.NOT_SUPPORTED),
+            "pcie_gen": gen,
+            "pcie_gen_max": gen_max,
+            "pcie_width": width,
+            "pcie_width_max": width_max,
+            "numa_node": _parsed(_text(device / "numa_node"), _numa),
+            "parent": _parent(device),
+            "runtime_status": status,
+        }
+
+    def _os(self) -> str:
+        for name in ("etc/os-release", "usr/lib/os-release"):
+            text = _text(self._root / name)
+            found = (
+                None if isinstance(text, Null) else re.search(r'^PRETTY_NAME="?([^"\n]*)', text, re.MULTILINE)
+            )
+            if found:
+                return _plain(found[1])
+        return ""
+
+    def _cpu_model(self) -> str:
+        text = _text(self._root / "proc/cpuinfo")
+        found = None if isinstance(text, Null) else re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        return _plain(found[1]) if found else ""
+
+
+class SysfsHost:
+    """A host whose cards nobody asks: it has none, or their driver's library is not there."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.sysfs = Sysfs(root)
+        self.epoch = 1
+
+    @property
+    def boot_id(self) -> str:
+        """Of the running boot."""
+        return self.sysfs.boot_id()
+
+    def node(self) -> Item:
+        """The host itself; `driver` says in words what there is."""
+        return Item("node:", self.sysfs.attributes() | driver_words(self.sysfs))
+
+    def read(self, group: str) -> Row:
+        """Host-wide metrics of "host"; nothing for a group that is not known."""
+        return self.sysfs.host() if group == "host" else {}
+
+    def gpus(self) -> Sequence[Gpu]:
+        """None.
+
+        Raises:
+            DriverGone: NVIDIA cards are on the bus.
+        """
+        if self.sysfs.nvidia_cards():
+            raise DriverGone("no_library", "NVIDIA cards are on the bus, but nothing to ask them with")
+        return ()
+
+    def links(self, gpu: Gpu) -> Sequence[Link]:
+        """None."""
+        return ()
+
+    def pci_devices(self) -> Iterable[Row]:
+        """GPUs, NVSwitches and HCAs on the bus."""
+        return self.sysfs.pci_devices()
+
+    def ports(self) -> Iterable[Row]:
+        """Empty: network ports are not read yet."""
+        return ()
+
+    def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
+        """Empty: the kernel log is not read yet; the cursor comes back as it is."""
+        return (), cursor
+
+    def processes(self) -> Sequence[Process]:
+        """None."""
+        return ()
+
+    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
+        """There is no card to run on."""
+        return BenchResult("unsupported", None, "", f"{name} needs a card")
+
+
+def driver_words(sysfs: Sysfs) -> dict[str, str]:
+    """`driver`, and `driver_version` where one is loaded."""
+    version = sysfs.driver_version()
+    if version:
+        return {"driver": f"NVIDIA {version}", "driver_version": version}
+    try:
+        cards = sysfs.nvidia_cards()
+    except DriverError:
+        cards = ()
+    return {"driver": "NVIDIA driver not loaded" if cards else "no NVIDIA driver"}
+
+
+_PRESSURES = (("cpu", "some"), ("memory", "full"), ("io", "some"), ("io", "full"))
+
+
+def _null(error: OSError) -> Null:
+    """Why a file could not be read."""
+    if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR, errno.EOPNOTSUPP):
+        return Null(Reason.NOT_SUPPORTED, _errno(error))
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return Null(Reason.NO_PERMISSION, _errno(error))
+    return Null(Reason.FAILED, _errno(error))
+
+
+def _errno(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "failed")
+
+
+def _text(path: Path) -> str | Null:
+    try:
+        with path.open("rb", buffering=0) as file:
+            # in pieces: /proc/sys refuses one read of megabytes
+            pieces = iter(lambda: file.read(_PIECE), b"")
+            return b"".join(islice(pieces, _MOST_PIECES)).decode(errors="replace")
+    except OSError as error:
+        return _null(error)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _plain(text: str | Null) -> str:
+    """One line that can be shown; empty for what could not be read."""
+    if isinstance(text, Null):
+        return ""
+    return "".join(letter for letter in text.strip()[:256] if letter.isprintable() and letter != "\ufffd")
+
+
+def _parsed(text: str | Null, parse: Callable[[str], Cell]) -> Cell:
+    """The value, or why there is none."""
+    if isinstance(text, Null):
+        return text
+    try:
+        return parse(text)
+    except (ValueError, IndexError, KeyError):
+        return _UNPARSABLE
+
+
+def _hex(text: str | Null) -> str:
+    """`0x10de` -> `10de`; empty when it is nothing of the kind."""
+    found = None if isinstance(text, Null) else re.fullmatch(r"0x([0-9a-f]{4,8})", text.strip().lower())
+    return found[1] if found else ""
+
+
+def _word(path: Path, words: tuple[str, ...]) -> Cell:
+    text = _text(path)
+    if isinstance(text, Null):
+        return text
+    return text.strip() if text.strip() in words else _UNPARSABLE
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text):
+        raise ValueError(text)
+    return int(text)
+
+
+def _generation(text: str) -> Cell:
+    """`32.0 GT/s PCIe` -> 5."""
+    if text.strip().startswith("Unknown"):
+        return Null(Reason.FAILED, "Unknown")
+    return _GENERATIONS[float(text.split()[0])]
+
+
+def _lanes(text: str) -> Cell:
+    lanes = _count(text.strip())
+    return lanes if lanes in (1, 2, 4, 8, 12, 16, 32) else Null(Reason.FAILED, text.strip()[:8])
+
+
+def _numa(text: str) -> Cell:
+    if text.strip() == "-1":
+        return Null(Reason.NOT_SUPPORTED, "-1")
+    return _count(text.strip())
+
+
+def _present(device: Path) -> Cell:
+    """False when the device is listed but its configuration space reads all ones: it no longer answers."""
+    width = _text(device / "current_link_width")
+    if not isinstance(width, Null) and width.strip() == _GONE_WIDTH:
+        return False
+    try:
+        with (device / "config").open("rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        return _null(error)
+    return head != b"\xff\xff\xff\xff" if len(head) == 4 else _UNPARSABLE
+
+
+def _link(path: Path) -> Cell:
+    """Where a link points, by its last name; empty when there is none."""
+    try:
+        return os.readlink(path).rstrip("/").rpartition("/")[2]
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return _null(error)
+
+
+def _parent(device: Path) -> Cell:
+    """Address of the port above; empty at a root."""
+    above = os.path.basename(os.path.dirname(os.path.realpath(device)))
+    return above if _ADDRESS.fullmatch(above) else ""
+
+
+_STAT = (
+    "cpu_busy_s_total",
+    "cpu_iowait_s_total",
+    "cpu_steal_s_total",
+    "cpus",
+    "context_switches_total",
+    "processes_blocked",
+)
+
+
+def _stat(text: str | Null) -> dict[str, Cell]:
+    if isinstance(text, Null):
+        return dict.fromkeys(_STAT, text)
+    lines = [line.split() for line in text.splitlines()]
+    first = {words[0]: words[1:] for words in reversed(lines) if words}
+    hertz = os.sysconf("SC_CLK_TCK")
+
+    def ticks(*places: int) -> Cell:
+        values = [_count(value) for value in first["cpu"][:8]]
+        return sum(values[place] for place in places) / hertz
+
+    cpus = sum(bool(re.fullmatch(r"cpu\d+", name)) for name in first)
+    return {
+        # user, nice, system, irq, softirq, steal: not idle and not waiting; guests are counted in user
+        "cpu_busy_s_total": _parsed(text, lambda _: ticks(0, 1, 2, 5, 6, 7)),
+        "cpu_iowait_s_total": _parsed(text, lambda _: ticks(4)),
+        "cpu_steal_s_total": _parsed(text, lambda _: ticks(7)),
+        "cpus": cpus or _UNPARSABLE,
+        "context_switches_total": _parsed(text, lambda _: _count(first["ctxt"][0])),
+        "processes_blocked": _parsed(text, lambda _: _count(first["procs_blocked"][0])),
+    }
+
+
+def _loadavg(text: str | Null) -> dict[str, Cell]:
+    return {
+        "load1": _parsed(text, lambda text: _number(text.split()[0])),
+        "load15": _parsed(text, lambda text: _number(text.split()[2])),
+        "processes": _parsed(text, lambda text: _count(text.split()[3].split("/")[1])),
+    }
+
+
+def _meminfo(text: str | Null) -> dict[str, Cell]:
+    sizes: dict[str, str] = {}
+    if not isinstance(text, Null):
+        sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
+
+    def size(name: str) -> int:
+        return _count(sizes[name]) * 1024
+
+    return {
+        "mem_total_bytes": _parsed(text, lambda _: size("MemTotal")),
+        "mem_available_bytes": _parsed(text, lambda _: size("MemAvailable")),
+        "swap_used_bytes": _parsed(text, lambda _: max(0, size("SwapTotal") - size("SwapFree"))),
+    }
+
+
+def _pressure(text: str | Null, kind: str) -> Cell:
+    if isinstance(text, Null):
+        return text
+    found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
+    return int(found[1]) / 1e6 if found else _UNPARSABLE

@@ -1,0 +1,355 @@
+"""A simulated card's life as phases: stretches of time in which its scenario changes nothing.
+
+Everything about a card at a time is a closed form of its phase, so that any process, also one started again,
+computes the same numbers without history. Pure: no clock, no state, no global random numbers.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from gpufleet_agent.drivers import cards
+from gpufleet_agent.scenario import Fault, Load, Scenario
+
+IDLE = 1
+POWER_CAP = 4
+HW_THERMAL = 8 | 32 | 64
+HW_BRAKE = 8 | 128
+
+_PERIOD_S = 10.0
+_USUAL_UTIL = {"idle": 0.0, "train": 95.0, "inference": 55.0}
+_AMBIENT_C = 27.0
+_SETTLE_S = 40.0
+_OVERHEAT_S = 8.0
+_BUSY = 85.0
+_CLOCK_POWER = 1.6
+_MASK = (1 << 64) - 1
+
+
+class _Starts(Protocol):
+    @property
+    def start(self) -> float: ...
+
+
+_Phase = TypeVar("_Phase", bound=_Starts)
+
+
+class Timeline(Generic[_Phase]):
+    """Phases in order of their starts; the first one also answers for what was before."""
+
+    def __init__(self, phases: Sequence[_Phase]) -> None:
+        self.phases = tuple(phases)
+        self._starts = [phase.start for phase in phases]
+
+    def at(self, t: float) -> _Phase:
+        """The phase that holds at `t`."""
+        return self.phases[max(0, bisect_right(self._starts, t) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePhase:
+    """What holds for a host from `start` on.
+
+    Attributes:
+        start: Seconds since the scenario's start.
+        boot: Reboots so far.
+        booted_at: When this boot began, seconds since the scenario's start; negative for the first.
+        epoch: Initialisations of the driver so far, from 1.
+        gone: Code of `DriverGone`; empty while the driver answers.
+        down: The host is rebooting.
+    """
+
+    start: float
+    boot: int
+    booted_at: float
+    epoch: int
+    gone: str
+    down: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Cumulative counters: seconds slowed by each cause, and energy."""
+
+    power_cap_s: float = 0.0
+    sw_thermal_s: float = 0.0
+    hw_thermal_s: float = 0.0
+    hw_brake_s: float = 0.0
+    energy_j: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CardPhase:
+    """What holds for a card from `start` on.
+
+    `cut` marks what holds in the slowed part of each ten seconds (`duty` of them) while hardware cuts the
+    clock. `gen` is the link's generation under load.
+    """
+
+    start: float
+    board: cards.Board
+    epoch: int
+    listed: bool = True
+    lost: bool = False
+    hang: str = ""
+    bus: str = "ok"
+    bound: bool = True
+    kind: str = "idle"
+    util: float = 0.0
+    steady: bool = True
+    clock: float = 0.0
+    clock_cut: float = 0.0
+    power: float = 0.0
+    power_cut: float = 0.0
+    limit_w: float = 0.0
+    reasons: int = 0
+    reasons_cut: int = 0
+    duty: float = 0.0
+    sw_thermal: float = 0.0
+    hw_thermal: float = 0.0
+    hw_brake: float = 0.0
+    gen: int = 1
+    width: int = 16
+    h2d: float = 1.0
+    target_c: float = _AMBIENT_C
+    settle_s: float = _SETTLE_S
+    start_c: float = _AMBIENT_C
+    before: Totals = Totals()
+
+    def is_cut(self, t: float) -> bool:
+        """Whether hardware slows the card at this very moment."""
+        return (t - self.start) % _PERIOD_S < self.duty * _PERIOD_S
+
+    def gen_now(self, model: cards.Model) -> int:
+        """The link's generation: some models save power when idle."""
+        return self.gen if self.util else min(self.gen, model.pcie_gen_idle)
+
+    def temperature_c(self, t: float) -> float:
+        """Settles exponentially to what the power makes of it."""
+        settled = math.exp(-max(0.0, t - self.start) / self.settle_s)
+        return self.target_c + (self.start_c - self.target_c) * settled
+
+    def totals(self, t: float) -> Totals:
+        """The cumulative counters at `t`."""
+        passed = max(0.0, t - self.start)
+        cut = _slowed(passed, self.duty)
+        before = self.before
+        return Totals(
+            before.power_cap_s
+            + (passed - cut) * bool(self.reasons & POWER_CAP)
+            + cut * bool(self.reasons_cut & POWER_CAP),
+            before.sw_thermal_s + _slowed(passed, self.sw_thermal),
+            before.hw_thermal_s + _slowed(passed, self.hw_thermal),
+            before.hw_brake_s + _slowed(passed, self.hw_brake),
+            before.energy_j + (passed - cut) * self.power + cut * self.power_cut,
+        )
+
+
+def noise(key: int, second: int) -> int:
+    """64 even bits for one card and second: the same in every process (splitmix64)."""
+    x = (key + second * 0x9E3779B97F4A7C15) & _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def uptime_at_start_s(scenario: Scenario, node: str) -> float:
+    """How long a host had been up when the scenario began: 3 to 40 days."""
+    return 259_200.0 + cards.number(scenario.fleet.seed, node, "uptime") % 3_196_800
+
+
+def node_timeline(scenario: Scenario, node: str) -> Timeline[NodePhase]:
+    """Boots and driver loads of one host."""
+    faults = scenario.faults(node)
+    reboots = [fault for fault in faults if fault.kind == "reboot"]
+    unloads = [fault for fault in faults if fault.kind == "driver_not_loaded"]
+    reloads = [fault.end for fault in (*reboots, *unloads)] + [
+        when for slot in range(scenario.gpu_count(node)) for when in _swaps(scenario.faults(node, slot))
+    ]
+    first = -uptime_at_start_s(scenario, node)
+    phases: list[NodePhase] = []
+    for start in _starts((*reboots, *unloads), reloads):
+        done = [fault.end for fault in reboots if fault.end <= start]
+        gone = [fault for fault in unloads if fault.active(start)]
+        phases.append(
+            NodePhase(
+                start,
+                boot=len(done),
+                booted_at=max(done, default=first),
+                # things that end at the same time are one re-initialisation
+                epoch=1 + len({when for when in reloads if when <= start}),
+                gone=str(gone[-1].param("code")) if gone else "",
+                down=any(fault.active(start) for fault in reboots),
+            )
+        )
+    return Timeline(phases)
+
+
+def card_timeline(scenario: Scenario, node: str, slot: int, host: Timeline[NodePhase]) -> Timeline[CardPhase]:
+    """The life of the card in one slot."""
+    model = scenario.model(node)
+    faults, loads = scenario.faults(node, slot), scenario.loads(node, slot)
+    times = [one.start for one in host.phases] + [
+        when for load in loads for when in (load.at, load.until) if when is not None
+    ]
+    phases: list[CardPhase] = []
+    for start in _starts(faults, times):
+        swapped = sum(when <= start for when in _swaps(faults))
+        board = cards.board(scenario.fleet.seed, node, slot, swapped, model)
+        active = [fault for fault in faults if fault.active(start)]
+        load = [one for one in loads if one.at <= start and (one.until is None or start < one.until)][-1]
+        phase = _phase(start, model, board, host.at(start), load, active)
+        phase = _seen(phase, active, host)
+        phases.append(_continue(phase, phases, model, scenario, node))
+    return Timeline(phases)
+
+
+def _starts(faults: Iterable[Fault], times: Iterable[float]) -> list[float]:
+    ends = [when for fault in faults for when in (fault.at, fault.end)]
+    return sorted({0.0, *(when for when in (*ends, *times) if 0 <= when < math.inf)})
+
+
+def _swaps(faults: Iterable[Fault]) -> list[float]:
+    """When another board comes into the slot. At the end of a swap that is yet another one."""
+    swaps = [when for fault in faults if fault.kind == "board_swap" for when in (fault.at, fault.end)]
+    return [when for when in swaps if when < math.inf]
+
+
+def _phase(
+    start: float,
+    model: cards.Model,
+    board: cards.Board,
+    host: NodePhase,
+    load: Load,
+    active: Sequence[Fault],
+) -> CardPhase:
+    """Load, clocks, power and heat, without what came before."""
+    if host.down:
+        return CardPhase(
+            start,
+            board,
+            host.epoch,
+            listed=False,
+            limit_w=model.power_limit_w,
+            gen=model.pcie_gen,
+        )
+    util = _USUAL_UTIL[load.kind] if load.util is None else load.util
+    phase = CardPhase(start, board, host.epoch, kind=load.kind if util else "idle", util=util)
+    phase = _clocks(replace(phase, limit_w=model.power_limit_w), model, active)
+    phase = replace(
+        phase,
+        power=_power(model, board, phase.clock, util, phase.limit_w),
+        power_cut=_power(model, board, phase.clock_cut, util, phase.limit_w),
+        gen=model.pcie_gen,
+    )
+    mean = phase.power + (phase.power_cut - phase.power) * phase.duty
+    ambient = _AMBIENT_C + board.key % 4
+    target = ambient + (model.warm_c - _AMBIENT_C) * mean / model.power_busy_w
+    if phase.hw_thermal:
+        return replace(phase, target_c=model.slowdown_c + 1.5, settle_s=_OVERHEAT_S)
+    return replace(phase, target_c=target)
+
+
+def _clocks(phase: CardPhase, model: cards.Model, active: Sequence[Fault]) -> CardPhase:
+    """Clocks, their reasons and the power limit under the faults that hold."""
+    busy = phase.util > 0
+    full = cards.busy_clock_mhz(model, phase.board)
+    clock = full if busy else float(model.sm_clock_idle_mhz)
+    capped = busy and model.power_capped and phase.util >= _BUSY
+    reasons = 0 if busy and not capped else POWER_CAP if capped else IDLE
+    limit, steady, cut, cut_reasons = phase.limit_w, not busy, 1.0, 0
+    duties = {"hw_thermal": 0.0, "hw_brake": 0.0}
+    for fault in active:
+        if fault.kind == "clock_pinned":
+            mhz = fault.param("mhz")
+            clock = min(clock, full * fault.number("ratio") if mhz is None else fault.number("mhz"))
+            reasons, steady = reasons & ~POWER_CAP, True
+        elif fault.kind == "sw_power_cap":
+            limit = limit if fault.param("limit_w") is None else fault.number("limit_w")
+            if busy:
+                clock *= _capped(model, fault, limit)
+                reasons |= POWER_CAP
+        elif fault.kind == "hw_brake" or (fault.kind == "hw_thermal" and busy):
+            duties[fault.kind] = max(duties[fault.kind], fault.number("duty"))
+            cut = min(cut, fault.number("ratio"))
+            cut_reasons |= HW_BRAKE if fault.kind == "hw_brake" else HW_THERMAL
+    return replace(
+        phase,
+        clock=clock,
+        clock_cut=clock * cut if busy else clock,
+        steady=steady,
+        limit_w=limit,
+        reasons=reasons,
+        # a clock that hardware cuts no longer runs into the power limit
+        reasons_cut=(reasons & ~POWER_CAP) | cut_reasons if cut_reasons else reasons,
+        duty=max(duties.values()),
+        sw_thermal=duties["hw_thermal"],
+        hw_thermal=duties["hw_thermal"],
+        hw_brake=duties["hw_brake"],
+    )
+
+
+def _capped(model: cards.Model, fault: Fault, limit: float) -> float:
+    """What a power cap leaves of the clock: as said, or by the power that a lower limit allows."""
+    if "ratio" in fault.params or fault.param("limit_w") is None:
+        return fault.number("ratio")
+    dynamic = model.power_busy_w - model.power_idle_w
+    left = max(0.02, (0.98 * limit - model.power_idle_w) / dynamic)
+    return min(1.0, math.pow(left, 1 / _CLOCK_POWER))
+
+
+def _power(model: cards.Model, board: cards.Board, clock: float, util: float, limit: float) -> float:
+    if not util:
+        return model.power_idle_w * (1 + 0.03 * (board.key % 5 - 2))
+    full = cards.busy_clock_mhz(model, board)
+    strength = math.pow(min(1.0, util / _USUAL_UTIL["train"]), 0.8) * math.pow(clock / full, _CLOCK_POWER)
+    power = model.power_idle_w + (model.power_busy_w - model.power_idle_w) * strength
+    return min(power, 0.985 * limit)
+
+
+def _seen(phase: CardPhase, active: Sequence[Fault], host: Timeline[NodePhase]) -> CardPhase:
+    """Who still sees the card, over which link; and whether it answers."""
+    now = host.at(phase.start)
+    phase = replace(phase, bound=now.gone != "driver_not_loaded")
+    for fault in active:
+        if fault.kind == "card_lost":
+            # a lost card is seen until the driver looks for its cards again
+            again = now.epoch > host.at(fault.at).epoch
+            gone = "absent" if again else str(fault.param("bus"))
+            phase = replace(phase, lost=True, bus=gone, listed=phase.listed and not again)
+        elif fault.kind == "card_absent":
+            bus = fault.param("where") == "bus"
+            phase = replace(phase, listed=False, bus="absent" if bus else phase.bus, bound=False)
+        elif fault.kind == "driver_hang":
+            phase = replace(phase, hang=str(fault.param("call")))
+        elif fault.kind == "pcie_width":
+            phase = replace(phase, width=min(phase.width, int(fault.number("width"))))
+        elif fault.kind == "pcie_gen":
+            phase = replace(phase, gen=min(phase.gen, int(fault.number("gen"))))
+        elif fault.kind == "h2d_drop":
+            phase = replace(phase, h2d=phase.h2d * (1 - fault.number("loss")))
+    return phase
+
+
+def _continue(
+    phase: CardPhase, phases: Sequence[CardPhase], model: cards.Model, scenario: Scenario, node: str
+) -> CardPhase:
+    """Counters and temperature go on from the last phase; counters start anew with the driver."""
+    if not phases:
+        up = uptime_at_start_s(scenario, node)
+        worked = up * (0.5 + phase.board.key % 400 / 1000)
+        capped = worked if model.power_capped else 0.0
+        before = Totals(power_cap_s=capped, energy_j=worked * model.power_busy_w)
+        return replace(phase, start_c=phase.target_c, before=before)
+    last = phases[-1]
+    same = last.epoch == phase.epoch
+    before = last.totals(phase.start) if same else Totals()
+    return replace(phase, start_c=last.temperature_c(phase.start), before=before)
+
+
+def _slowed(passed: float, duty: float) -> float:
+    """Seconds of `passed` that fell into the slowed part of their ten."""
+    whole, rest = divmod(passed, _PERIOD_S)
+    return whole * duty * _PERIOD_S + min(rest, duty * _PERIOD_S)

@@ -1,0 +1,359 @@
+"""Keeps a sampler running whatever the drivers do: the supervisor's side of the isolation.
+
+A driver call past its deadline costs its process and nothing else: the child is abandoned, never waited
+for, and a new one leaves out what hung. Each hang makes the next child do less (card, then driver, then
+probe), so this ends. What is left out is tried again, at growing intervals, by a child of its own: another
+hang then costs the running sampler nothing. At most one process per card is ever stuck.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpufleet.event import Event
+from gpufleet_agent.child import Child, module_command
+from gpufleet_agent.config import Sampling, backoff
+from gpufleet_agent.episodes import Episodes, Hang, happened, skip_of
+from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.pipe import Command, Message
+from gpufleet_agent.probe import Sweep
+from gpufleet_agent.probes import gpu
+from gpufleet_agent.progress import Doing
+from gpufleet_agent.sampler import Settings
+
+log = logging.getLogger(__name__)
+
+STEADY_S = 60.0
+"""A sampler that ran this long ends the growth of the restart back-off."""
+
+KILL_AFTER_S = 1.0
+"""An abandoned child ends by itself when it can; after this long it is killed, if the kernel lets it be."""
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP}
+_PCI, _STATE = (
+    next(at for at, metric in enumerate(gpu.METRICS) if metric.name == name) for name in ("pci", "state")
+)
+
+
+@dataclass(slots=True)
+class Watched:
+    """A child and what was last seen of it.
+
+    Attributes:
+        child: The process.
+        seen: What it was doing at the last look. Only what is seen twice can be overdue: after a pause of the
+            whole machine every call looks late.
+        planned: It was told to end.
+        sweeps: What a trial read.
+    """
+
+    child: Child
+    seen: Doing | None = None
+    planned: bool = False
+    sweeps: list[Sweep] = field(default_factory=list)
+
+
+class Isolation:
+    """The sampler, its successors, its orphans and its trials. `check` is called a few times per second.
+
+    Args:
+        host: How children open the host.
+        probes: Probe -> seconds between two runs.
+        limits: Deadline and retry times.
+        episodes: What is hung.
+        deliver: Takes what the sampler read.
+        report: Takes events.
+        command: The sampler program.
+        restart_s: First wait before a sampler that ended is started again; doubles up to a minute.
+    """
+
+    def __init__(
+        self,
+        host: HostSettings,
+        probes: Mapping[str, float],
+        limits: Sampling,
+        episodes: Episodes,
+        deliver: Callable[[Message], None],
+        report: Callable[[Event], None],
+        command: Sequence[str] = module_command("gpufleet_agent.sampler"),
+        restart_s: float = 1.0,
+    ) -> None:
+        self.restarts_total = 0
+        self._host = host
+        self._probes = dict(probes)
+        self._limits = limits
+        self._episodes = episodes
+        self._deliver = deliver
+        self._report = report
+        self._command = command
+        self._restart_s = restart_s
+        self._sampler: Watched | None = None
+        self._trial: tuple[Hang, Watched] | None = None
+        self._orphans: dict[str, tuple[Child, float]] = {}
+        self._ends = 0
+        self._start_at = 0.0
+        self._blocked_by: str | None = None
+        self._crashed: dict[tuple[str, str], float] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """The standing processes."""
+        return [self._sampler.child.pid] if self._sampler and self._sampler.child.code is None else []
+
+    @property
+    def stuck(self) -> list[int]:
+        """Abandoned processes that have not ended."""
+        return [child.pid for child, _ in self._orphans.values()]
+
+    def check(self) -> None:
+        """Look after everything once; takes no time worth naming."""
+        now = time.monotonic()
+        self._look_after_orphans(now)
+        if self._sampler is None:
+            if now >= self._start_at and self._blocked_by not in self._orphans:
+                self._start()
+        elif self._sampler.child.code is not None:
+            self._ended(self._sampler, now)
+        elif self._sampler.child.broken:
+            self._drop_broken(self._sampler, now)
+        else:
+            doing = self._overdue(self._sampler, now)
+            if doing is not None:
+                self._hung(self._sampler.child, *doing, now)
+            elif now - self._sampler.child.started > STEADY_S:
+                self._ends = 0
+        self._look_after_trial(now)
+
+    def tell(self, command: Command) -> bool:
+        """Pass a command to the sampler."""
+        return self._sampler is not None and self._sampler.child.tell(command)
+
+    def set_interval(self, probe: str, every_s: float) -> bool:
+        """Run `probe` every `every_s` seconds from now on; False when it does not run at all."""
+        if probe not in self._probes:
+            return False
+        self._probes[probe] = every_s
+        self.tell(Command(probe=probe, every_s=every_s))
+        return True
+
+    def intervals(self) -> dict[str, float]:
+        """Probe -> seconds between two runs."""
+        return dict(self._probes)
+
+    async def stop(self, timeout_s: float = 1.0) -> None:
+        """End every child that can be ended."""
+        children = [child for child, _ in self._orphans.values()]
+        children += [one.child for one in (self._sampler, self._trial[1] if self._trial else None) if one]
+        for child in children:
+            child.leave()
+        for child in children:
+            if not await child.wait(timeout_s):
+                child.kill()
+                await child.wait(0.2)
+                child.abandon()
+
+    # ---- the sampler
+
+    def _start(self) -> None:
+        skips = self._episodes.skips()
+        probes = {name: every for name, every in self._probes.items() if f"probe {name}" not in _whats(skips)}
+        self._episodes.new_process()
+        try:
+            child = Child.start(
+                self._command,
+                lambda memory: Settings(
+                    host=self._host,
+                    probes=probes,
+                    skip=[skip_of(hang) for hang in skips if not hang.what.startswith("probe ")],
+                    progress_fd=memory,
+                ),
+                self._deliver,
+            )
+        except OSError as error:
+            self._ends += 1
+            self._start_at = time.monotonic() + backoff(self._ends - 1, self._restart_s, 60.0)
+            log.warning("cannot start the sampler: %s", error)
+            return
+        self._sampler = Watched(child)
+
+    def _ended(self, watched: Watched, now: float) -> None:
+        """The sampler ended: say why, and start it again after a while."""
+        self._sampler = None
+        if watched.planned:
+            self._start()
+            return
+        child = watched.child
+        code = child.code or 0
+        call = child.progress.call()
+        self.restarts_total += 1
+        if code < 0 and call is not None:
+            self._crash(call, -code, now)
+        else:
+            how = f"signal {-code}" if code < 0 else f"exit status {code}"
+            self._report(
+                happened(
+                    "sampler_restarted",
+                    "node:",
+                    f"the sampler ended with {how}{f': {child.broken}' if child.broken else ''}",
+                    f"signal_{-code}" if code < 0 else f"exit_{code}",
+                    {"seconds": round(now - child.started, 1)},
+                )
+            )
+        child.progress.close()
+        self._start_at = now + backoff(self._ends, self._restart_s, 60.0)
+        self._ends += 1
+
+    def _crash(self, call: Doing, number: int, now: float) -> None:
+        """The sampler died in a driver call; what kills it twice in an hour is left alone like what hangs."""
+        key = (call.card, call.call)
+        again = now - self._crashed.get(key, -3600.0) < 3600.0
+        if number in _CRASHES:
+            self._crashed[key] = now
+            if again:
+                what = "" if self._episodes.is_hung(call.card) else call.card
+                event = self._episodes.begin_crash(what, call.card, call.call, number)
+                if event is not None:
+                    self._report(event)
+                    return
+        subject = f"{call.call}{f' of {call.card}' if call.card else ''}"
+        self._report(
+            happened(
+                "driver_crashed",
+                self._episodes.entity(call.card),
+                f"the sampler died of signal {number} in {subject}",
+                call.call,
+                {"pci": call.card, "call": call.call, "signal": number},
+            )
+        )
+
+    def _drop_broken(self, watched: Watched, now: float) -> None:
+        """What it sends makes no sense (another version on disk?): end it, the rest is `_ended`."""
+        if now - watched.child.started > KILL_AFTER_S:
+            watched.child.kill()
+        watched.child.leave()
+
+    def _hung(self, child: Child, call: Doing, phase: str, now: float) -> None:
+        """A call of the sampler is past its deadline: tell, abandon, go on without what hung."""
+        what = self._narrower(call.card, phase)
+        known = self._episodes.is_hung(what)
+        event = self._episodes.begin_hang(what, call.card, call.call, now - call.since)
+        if event is not None:
+            self._report(event)
+        self._sampler = None
+        self.restarts_total += 1
+        self._abandon(what, child)
+        if known:  # nothing is left to leave out: wait, and for this one to be gone
+            self._blocked_by = what
+            self._start_at = now + backoff(self._ends, self._limits.retry_s, self._limits.retry_max_s)
+            self._ends += 1
+        else:
+            self._start()
+
+    def _narrower(self, card: str, phase: str) -> str:
+        """What the next child must leave out so that it does less than this one did."""
+        if phase.startswith("probe ") and phase != "probe gpu":
+            return phase
+        for what in (card, ""):
+            if not self._episodes.is_hung(what):
+                return what
+        return "probe gpu"
+
+    def _overdue(self, watched: Watched, now: float) -> tuple[Doing, str] | None:
+        """The call or phase of a child that is past its deadline, seen so twice; and the phase around it."""
+        progress = watched.child.progress
+        phase = progress.phase()
+        doing = progress.call()
+        patience = self._limits.deadline_s
+        if doing is None:
+            # not in a call that a driver announced: it may just be a slow machine
+            doing, patience = phase, max(10 * patience, 30.0)
+        before, watched.seen = watched.seen, doing
+        if doing is None or now - doing.since <= patience:
+            return None
+        twice = before is not None and before.number == doing.number
+        return (doing, phase.call if phase else "") if twice else None
+
+    # ---- orphans
+
+    def _abandon(self, what: str, child: Child) -> None:
+        child.abandon()
+        child.progress.close()
+        self._orphans[what] = (child, time.monotonic() + KILL_AFTER_S)
+        self._episodes.set_orphan(what, child.pid)
+
+    def _look_after_orphans(self, now: float) -> None:
+        for what, (child, kill_at) in list(self._orphans.items()):
+            if child.code is not None:
+                del self._orphans[what]
+                self._episodes.set_orphan(what, 0)
+            elif now >= kill_at:
+                child.kill()
+
+    # ---- trials
+
+    def _look_after_trial(self, now: float) -> None:
+        if self._trial is None:
+            due = [hang for hang in self._episodes.due() if hang.what not in self._orphans]
+            if due:
+                self._try(due[0])
+            return
+        hang, watched = self._trial
+        if watched.child.code is not None:
+            self._trial = None
+            watched.child.progress.close()
+            self._judge(hang, watched)
+        elif watched.child.broken or self._overdue(watched, now) is not None:
+            self._trial = None
+            self._episodes.postpone(hang.what)
+            self._abandon(hang.what, watched.child)
+
+    def _try(self, hang: Hang) -> None:
+        """Touch what hung once, in a process of its own."""
+        others = [other for other in self._episodes.skips() if other.what != hang.what]
+        probe = hang.what.removeprefix("probe ") if hang.what.startswith("probe ") else "gpu"
+        sweeps: list[Sweep] = []
+        try:
+            child = Child.start(
+                self._command,
+                lambda memory: Settings(
+                    host=self._host,
+                    probes={probe: 1.0},
+                    skip=[skip_of(other) for other in others if not other.what.startswith("probe ")],
+                    progress_fd=memory,
+                    once=True,
+                    only=hang.what if probe == "gpu" and hang.what else None,
+                ),
+                lambda message: sweeps.append(message) if isinstance(message, Sweep) else None,
+            )
+        except OSError as error:
+            log.warning("cannot start a trial of %s: %s", hang.what or "the driver", error)
+            self._episodes.postpone(hang.what)
+            return
+        self._trial = (hang, Watched(child, sweeps=sweeps))
+
+    def _judge(self, hang: Hang, trial: Watched) -> None:
+        """The trial ended: go on with what answers, leave the rest alone for longer."""
+        if trial.child.code != 0 or not _answers(hang.what, trial.sweeps):
+            self._episodes.postpone(hang.what)
+            return
+        event = self._episodes.end_hang(hang.what)
+        if event is not None:
+            self._report(event)
+        if self._sampler is not None:
+            self._sampler.planned = True  # it leaves out what answers again: a new one does not
+            self._sampler.child.leave()
+
+
+def _whats(skips: Sequence[Hang]) -> set[str]:
+    return {hang.what for hang in skips}
+
+
+def _answers(what: str, sweeps: Sequence[Sweep]) -> bool:
+    """Whether a trial's sweep shows that `what` no longer hangs; lost is an answer."""
+    if what.startswith("probe "):
+        return bool(sweeps)
+    if not what:
+        return any(sweep.error != "hung" for sweep in sweeps)
+    return any(row[_PCI] == what and row[_STATE] in ("ok", "lost") for sweep in sweeps for row in sweep.rows)

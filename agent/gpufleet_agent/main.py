@@ -1,0 +1,310 @@
+"""`fleet-agent`: the commands. What each needs is imported when it runs, so that the quick ones are quick."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gpufleet import __version__
+from gpufleet.config import ConfigError
+
+if TYPE_CHECKING:
+    from gpufleet_agent.config import AgentConfig
+    from gpufleet_agent.guard import HostSettings
+
+DEFAULT_CONFIG = "/etc/gpufleet/agent.toml"
+
+
+class _Refused(click.ClickException):
+    """One line on stderr, exit status 1."""
+
+    def show(self, file: object = None) -> None:
+        print(f"fleet-agent: {self.format_message()}", file=sys.stderr)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Measure a GPU host and stream what was measured to the collector."""
+
+
+_config_option = click.option(
+    "--config",
+    "config_path",
+    default=None,
+    type=click.Path(path_type=Path),
+    help=f"Configuration file; default {DEFAULT_CONFIG} where it exists.",
+)
+
+
+@main.command()
+@_config_option
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def run(config_path: Path | None, log_level: str) -> None:
+    """Run the agent until it is told to stop (what the service does)."""
+    from gpufleet import log as logs
+
+    logs.setup(log_level)
+    try:
+        _serve(_load(config_path))
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+
+
+@main.command()
+@_config_option
+def check(config_path: Path | None) -> None:
+    """Check the configuration and the files it names, and end."""
+    try:
+        config = _load(config_path)
+        _check_files(config)
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    print(f"ok: node {config.node_name}, collector {config.collector}, driver {config.driver}")
+
+
+@main.command()
+@_config_option
+@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]))
+def scan(config_path: Path | None, output: str) -> None:
+    """Look at this host once and print what is there; no collector is needed."""
+    from gpufleet_agent.guard import HostSettings
+    from gpufleet_agent.scan import document, look, table
+
+    try:
+        settings, deadline_s = HostSettings(), 3.0
+        if config_path is not None:
+            config = _load(config_path)
+            settings, deadline_s = _host_settings(config), config.sampler.deadline_s
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    seen = look(settings, deadline_s)
+    print(json.dumps(document(seen), indent=2) if output == "json" else table(seen))
+    if seen.hung is not None or seen.inventory is None:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("name")
+@_config_option
+@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]))
+def bench(name: str, config_path: Path | None, output: str) -> None:
+    """Run the micro-benchmark NAME on this host now, also when the host is busy."""
+    from gpufleet_agent.bench import Settings, run_bench
+    from gpufleet_agent.benches import BENCHES, METRICS
+
+    if name not in BENCHES:
+        raise click.UsageError(f"no bench {name!r}: there is {', '.join(BENCHES)}")
+    try:
+        config = _load(config_path)
+        settings = Settings(
+            bench=name,
+            host=_host_settings(config),
+            state_dir=_writable(config.state_dir) or "/var/tmp",
+            lock=_lock_path(config),
+            force=True,
+        )
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    sweep = run_bench(settings)
+    rows = [dict(zip((m.name for m in METRICS), cells, strict=True)) for cells in sweep.rows]
+    if output == "json":
+        print(json.dumps({"api_version": "fleet/v1", "kind": "Bench", "items": rows}, indent=2))
+    for row in rows if output == "table" else ():
+        value = row["value"]
+        shown = (
+            f"{value:.2f} {row['unit']}" if isinstance(value, float) else f"{row['status']}: {row['reason']}"
+        )
+        spread = row["spread"]
+        extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
+        print(f"{row['entity']:<46}{name:<11}{shown}{extra}")
+    if sweep.error:
+        raise _Refused(f"bench {name}: {sweep.error}")
+    if not rows:
+        print("nothing to run it on", file=sys.stderr)
+    sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
+
+
+@main.command()
+@click.argument("scenario", type=click.Path(path_type=Path))
+@click.option("--collector", default="127.0.0.1:7443", show_default=True, help="HOST:PORT of the collector.")
+@click.option("--insecure", is_flag=True, help="Send in plain text to a collector on another machine.")
+@click.option("--state-dir", default=None, type=click.Path(path_type=Path), help="Keep the spools here.")
+@click.option(
+    "--bench-every", default=60.0, show_default=True, type=click.FloatRange(min=0),
+    help="Seconds between two benches of a host; 0 = none.",
+)  # fmt: skip
+@click.option("--inventory-csv", default=None, type=click.Path(path_type=Path), help="Write it and end.")
+@click.option("--baseline-csv", default=None, type=click.Path(path_type=Path), help="Write it and end.")
+def simulate(
+    scenario: Path,
+    collector: str,
+    insecure: bool,
+    state_dir: Path | None,
+    bench_every: float,
+    inventory_csv: Path | None,
+    baseline_csv: Path | None,
+) -> None:
+    """Be all hosts of SCENARIO in one process."""
+    from gpufleet import log as logs
+    from gpufleet_agent import scenario as scenarios
+
+    logs.setup()
+    try:
+        played = scenarios.load(scenario)
+        for path, text in ((inventory_csv, played.inventory_csv), (baseline_csv, played.baseline_csv)):
+            if path is not None:
+                path.write_text(text())
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    except OSError as error:
+        raise _Refused(f"{error.filename}: cannot write: {error.strerror}") from error
+    if inventory_csv is not None or baseline_csv is not None:
+        return
+    try:
+        asyncio.run(_simulate(scenario, collector, insecure, state_dir, bench_every))
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    print(f"fleet-agent {__version__}")
+
+
+def _load(path: Path | None) -> "AgentConfig":
+    """The file given, else the default one where it exists, else the defaults.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    from gpufleet import config
+    from gpufleet_agent.config import AgentConfig
+
+    if path is None:
+        path = Path(DEFAULT_CONFIG)
+        if not path.exists():
+            return AgentConfig()
+    return config.load(path, AgentConfig)
+
+
+def _check_files(config: "AgentConfig") -> None:
+    """Credentials and scenario, before anything starts.
+
+    Raises:
+        ConfigError: One cannot be used.
+    """
+    from gpufleet.tls import channel_credentials, check_plain
+
+    if config.tls.on:
+        channel_credentials(config.tls)
+    else:
+        check_plain(config.collector, config.insecure, "collector")
+    if config.driver == "simulated":
+        from gpufleet_agent import scenario
+
+        if config.node_in_scenario not in scenario.load(Path(config.simulated.scenario)).node_names():
+            raise ConfigError(
+                f"simulated.node: no node {config.node_in_scenario!r} in {config.simulated.scenario}"
+            )
+
+
+def _host_settings(config: "AgentConfig") -> "HostSettings":
+    from gpufleet_agent.guard import HostSettings, SimulatedNode
+    from gpufleet_agent.probe import mono_us, wall_us
+
+    simulated = None
+    if config.driver == "simulated":
+        simulated = SimulatedNode(
+            scenario=config.simulated.scenario,
+            node=config.node_in_scenario,
+            started_us=wall_us(),
+            started_mono_us=mono_us(),
+        )
+    return HostSettings(driver=config.driver, root=config.root, simulated=simulated)
+
+
+def _writable(folder: str) -> str:
+    """`folder` if it can be made and written, else empty."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return ""
+    return folder if os.access(folder, os.W_OK | os.X_OK) else ""
+
+
+def _lock_path(config: "AgentConfig") -> str:
+    """The bench lock: one per host; beside the state where this user has no runtime directory."""
+    folder = _writable(config.runtime_dir) or _writable(config.state_dir) or "/var/tmp"
+    return str(Path(folder) / "bench.lock")
+
+
+def _serve(config: "AgentConfig") -> None:
+    """Check everything, open the spool, and be the supervisor.
+
+    Raises:
+        ConfigError: Something named in the configuration cannot be used.
+    """
+    from gpufleet.notify import Notifier
+    from gpufleet_agent.identity import identify
+    from gpufleet_agent.spool import Clock, Spool, SpoolError
+    from gpufleet_agent.supervisor import Supervisor
+
+    notifier = Notifier()
+    _check_files(config)
+    if not _writable(config.state_dir):
+        raise ConfigError(
+            f"state_dir: {config.state_dir} cannot be written by uid {os.geteuid()}: "
+            "make it theirs or set state_dir"
+        )
+    identity = identify(config)
+    try:
+        spool = Spool.open(
+            Path(config.state_dir) / "spool.db",
+            max_bytes=config.spool.max_mb << 20,
+            max_age_s=config.spool.max_age_h * 3600,
+            clock=Clock(identity.boot_id),
+        )
+    except SpoolError as error:
+        raise ConfigError(f"state_dir: {error}") from error
+
+    async def serve() -> None:
+        await Supervisor(
+            config, _host_settings(config), identity, spool, notifier, bench_lock=_lock_path(config)
+        ).run()
+
+    asyncio.run(serve())
+
+
+async def _simulate(
+    scenario: Path, collector: str, insecure: bool, state_dir: Path | None, bench_every: float
+) -> None:
+    """Play until told to stop.
+
+    Raises:
+        ConfigError: The scenario or the address cannot be used.
+    """
+    from gpufleet_agent import simulate as play
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with tempfile.TemporaryDirectory(prefix="gpufleet-") as scratch:
+        await play.run(
+            scenario,
+            collector,
+            state_dir=state_dir or Path(scratch),
+            stop=stop,
+            insecure=insecure,
+            bench_every_s=bench_every,
+        )
+
+
+if __name__ == "__main__":
+    main()

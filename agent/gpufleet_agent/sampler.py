@@ -1,0 +1,273 @@
+"""The sampler, the one process that talks to drivers: `python -m gpufleet_agent.sampler SETTINGS`.
+
+Runs every probe at its own interval on the monotonic clock and hands what it read up its standard output.
+It says in shared memory what it is about to do (`progress`), takes commands from its standard input, and
+ends when that closes, also in the middle of a driver call.
+"""
+
+import logging
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from gpufleet import log as logs
+from gpufleet_agent import pipe
+from gpufleet_agent.drivers import DriverError, Host, Item
+from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
+from gpufleet_agent.probe import Probe, Sweep, run_probe, wall_us
+from gpufleet_agent.probes import PROBES
+from gpufleet_agent.progress import SharedProgress
+
+log = logging.getLogger(__name__)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All the sampler is told at its start, as JSON.
+
+    Attributes:
+        host: How to open the host.
+        probes: Probe -> seconds between two runs.
+        skip: Cards not to touch.
+        progress_fd: Descriptor of the shared memory; -1 = nobody watches.
+        once: Run each probe once and end.
+        only: The one card to show to the probes.
+    """
+
+    host: HostSettings
+    probes: dict[str, float]
+    skip: list[pipe.Skip] = []
+    progress_fd: int = -1
+    once: bool = False
+    only: str | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """Something the loop does every `every_s`, on a grid that began with the loop."""
+
+    name: str
+    every_s: float
+    run: Callable[[], None]
+    due: float
+
+
+def next_due(due: float, every_s: float, now: float) -> float:
+    """The first point of the grid after `now`: what was missed is skipped, not made up for."""
+    return due + (max(0, math.floor((now - due) / every_s)) + 1) * every_s
+
+
+class Sampler:
+    """The loop.
+
+    Args:
+        settings: What to run.
+        host: What to read.
+        progress: Where to say what it is doing.
+        out: Descriptor of the pipe to the supervisor.
+        commands: Descriptor of the supervisor's commands; -1 = none.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: GuardedHost,
+        progress: SharedProgress | None,
+        out: int,
+        commands: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._progress = progress
+        self._out = out
+        self._commands = commands
+        self._clock = clock
+        self._unread = b""
+        self._doing = ""
+        self._probes = frozenset(settings.probes)
+        self._inventory_wanted = True
+        self._found: dict[str, tuple[str, list[str]]] = {}
+        self._said: set[str] = set()
+        start = clock()
+        self._jobs: list[Job] = []
+        for name, every_s in settings.probes.items():
+            probe = PROBES[name]
+            tick_s = getattr(probe, "TICK", 0.0)
+            if tick_s:
+                self._jobs.append(Job(f"tick {name}", tick_s, self._ticker(name, probe), start))
+            self._jobs.append(Job(f"probe {name}", every_s, self._prober(name, probe), start))
+        # what needs no driver goes first, so that it is out before a driver call can hang
+        self._jobs.sort(key=lambda job: job.name.endswith(" gpu"))
+
+    def once(self) -> None:
+        """Run every job once."""
+        for job in self._jobs:
+            self._do(job)
+
+    def forever(self) -> None:
+        """Run until the commands end."""
+        while True:
+            now = self._clock()
+            for job in self._jobs:
+                if job.due <= now:
+                    self._do(job)
+                    job.due = next_due(job.due, job.every_s, self._clock())
+            if not self._wait(min((job.due for job in self._jobs), default=now + 3600.0)):
+                return
+
+    def _do(self, job: Job) -> None:
+        self._begin(job.name)
+        try:
+            job.run()
+        finally:
+            if self._progress:
+                self._progress.rest()
+
+    def _wait(self, due: float) -> bool:
+        """Sleep until `due` or a command; False when there will be none any more."""
+        timeout = max(0.0, due - self._clock())
+        if self._commands < 0:
+            time.sleep(timeout)
+            return True
+        ready, _, _ = select.select([self._commands], [], [], timeout)
+        if not ready:
+            return True
+        data = os.read(self._commands, 65536)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._obey(line)
+        return bool(data)
+
+    def _obey(self, line: bytes) -> None:
+        try:
+            command = msgspec.json.decode(line, type=pipe.Command)
+        except msgspec.DecodeError as error:
+            log.warning("command ignored: %s", error)
+            return
+        if command.inventory:
+            self._inventory_wanted = True
+        for job in self._jobs:
+            if command.every_s > 0 and job.name == f"probe {command.probe}":
+                job.every_s = command.every_s
+                job.due = min(job.due, self._clock() + command.every_s)
+
+    def _ticker(self, name: str, probe: Probe) -> Callable[[], None]:
+        tick: Callable[[Host], None] = getattr(probe, "tick")  # noqa: B009  an optional part of the protocol
+
+        def run() -> None:
+            try:
+                tick(self._host)
+            except DriverError:
+                pass  # the probe's own run reports it
+            except Exception as error:
+                self._complain(f"tick {name}: {type(error).__name__}: {error}")
+
+        return run
+
+    def _prober(self, name: str, probe: Probe) -> Callable[[], None]:
+        def run() -> None:
+            sweep = run_probe(name, probe, self._host, self._complain)
+            self._send(sweep)
+            if name in ("gpu", "pci"):
+                self._inventory_if_changed(name, probe, sweep)
+
+        return run
+
+    def _inventory_if_changed(self, name: str, probe: Probe, sweep: Sweep) -> None:
+        """Read the inventory at the start, on demand, and when cards, their state or the epoch changed."""
+        keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
+        found = (sweep.error, sorted(repr([row[key] for key in keys]) for row in sweep.rows))
+        changed = name in self._found and self._found[name] != found
+        self._found[name] = found
+        if changed or self._inventory_wanted:
+            self._inventory_wanted = False
+            # without the bus if its probe does not run: it is left out where it hangs
+            self._send(read_inventory(self._host, self._begin, bus="pci" in self._probes))
+
+    def _send(self, message: pipe.Message) -> None:
+        if self._progress:
+            self._progress.rest()  # a slow reader is not a slow driver
+        pipe.send(self._out, message)
+        self._begin(self._doing)
+
+    def _begin(self, phase: str) -> None:
+        self._doing = phase
+        if self._progress:
+            self._progress.begin(phase)
+
+    def _complain(self, text: str) -> None:
+        if text not in self._said and len(self._said) < 1000:
+            self._said.add(text)
+            log.warning("%s", text)
+
+
+_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"}
+_BUS_ATTRIBUTES = (
+    "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
+    "pcie_gen_max", "pcie_width_max", "numa_node", "parent",
+)  # fmt: skip
+
+
+def read_inventory(
+    host: GuardedHost, begin: Callable[[str], None] = lambda phase: None, *, bus: bool = True
+) -> pipe.Inventory:
+    """Everything the host is made of. Without a card that does not answer it is marked incomplete.
+
+    Args:
+        host: What to read.
+        begin: Told what is being read, so that a hang is put down to the right thing.
+        bus: Whether to read what is on the bus.
+    """
+    ts_us = wall_us()
+    begin("inventory")
+    items = [host.node()]
+    complete = host.whole and bus
+    begin("probe pci")
+    for row in host.pci_devices() if bus else ():
+        found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
+        items.append(Item(f"pci:{found.get('pci', '')}", found))
+    begin("inventory")
+    try:
+        gpus = host.gpus()
+    except DriverError:
+        return pipe.Inventory(ts_us, False, items)
+    for gpu in gpus:
+        try:
+            attributes = dict(gpu.identity())
+        except DriverError:
+            complete = False
+            continue
+        items.append(Item(f"gpu:{gpu.uuid}", attributes))
+    return pipe.Inventory(ts_us, complete, items)
+
+
+def main() -> None:
+    """Be the sampler that argv[1] describes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the supervisor's to handle
+    logs.setup()
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    pipe.end_with_parent(0)
+    out = pipe.claim_stdout()
+    progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
+    if progress:
+        progress.begin("open")
+    host = open_guarded(settings.host, progress, settings.skip, settings.only)
+    sampler = Sampler(settings, host, progress, out, 0)
+    try:
+        if settings.once:
+            sampler.once()
+        else:
+            sampler.forever()
+    except BrokenPipeError:
+        pass  # the supervisor left, or has given us up
+
+
+if __name__ == "__main__":
+    main()

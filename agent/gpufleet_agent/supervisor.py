@@ -1,0 +1,451 @@
+"""The agent's standing process: sampler -> spool -> collector, and the events about the agent itself.
+
+Everything that can get stuck is elsewhere: drivers in the sampler, benches in a child, the network in a
+task. What is left is a handful of short duties, run a few times per second in one place; the watchdog is
+fed from there, and only while they and the sender get on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from gpufleet import __version__
+from gpufleet.event import Event
+from gpufleet.metric import Cell, Metric
+from gpufleet.notify import Notifier
+from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_agent import benches, encode
+from gpufleet_agent.bench_runner import BenchRunner
+from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.child import module_command
+from gpufleet_agent.config import AgentConfig
+from gpufleet_agent.cost import Cost
+from gpufleet_agent.directives import Directives
+from gpufleet_agent.episodes import Episodes, happened, skip_of
+from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.identity import Identity
+from gpufleet_agent.isolation import Isolation
+from gpufleet_agent.pipe import Command, Inventory, Message, Skip
+from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
+from gpufleet_agent.probes import PROBES, agent
+from gpufleet_agent.push import Push, PushSettings
+from gpufleet_agent.schedule import ClockWatch, Schedule
+from gpufleet_agent.spool import Spool
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+"""Longest time between two rounds of duties."""
+
+DAY_S = 86400.0
+HOUSEKEEPING_S = 30.0
+FIRST_BENCH_S = 60.0
+"""Benches wait this long after the start, or their own interval if that is shorter."""
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    **{name: tuple(probe.METRICS) for name, probe in PROBES.items()},
+    "agent": agent.METRICS,
+    "bench": benches.METRICS,
+}
+"""Columns of every table this agent fills."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the supervisor bears with its own parts before it stops feeding the watchdog.
+
+    Attributes:
+        sender_s: Something waits and the sender neither got an answer nor tried to connect.
+        duty_s: A duty failed at each round.
+        stop_s: What is left at the end may take this long to be sent.
+        restart_s: First wait before a sampler that ended is started again.
+    """
+
+    sender_s: float = 180.0
+    duty_s: float = 60.0
+    stop_s: float = 3.0
+    restart_s: float = 1.0
+
+
+class Supervisor:
+    """One running agent. `run` returns when it was told to stop.
+
+    Args:
+        config: The checked configuration.
+        host: How children open the host.
+        identity: Which host this is.
+        spool: Open; closed at the end.
+        notifier: To systemd.
+        bench_lock: Path of the lock that benches of this host share.
+        clock: Sees steps of the wall clock.
+        patience: See `Patience`.
+        sampler: The sampler program.
+        bench: The bench program.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        host: HostSettings,
+        identity: Identity,
+        spool: Spool,
+        notifier: Notifier,
+        *,
+        bench_lock: str,
+        clock: ClockWatch | None = None,
+        patience: Patience = Patience(),
+        sampler: Sequence[str] = module_command("gpufleet_agent.sampler"),
+        bench: Sequence[str] = module_command("gpufleet_agent.bench"),
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.spool = spool
+        self.errors_total = 0
+        """Errors of our own that were caught."""
+        self._notifier = notifier
+        self._patience = patience
+        self._clock = clock or ClockWatch()
+        self._builder = encode.BodyBuilder(identity.boot_id)
+        self._stop = asyncio.Event()
+        self._failing: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._inventory = Inventory(0, False, [])
+        self._status = ""
+        self._seal_at = time.monotonic() + random.uniform(0.1, 1.0) * config.push.seal_s
+        self._seal_soon = False
+        self._own_row_at = time.monotonic()
+        self._cost = Cost()
+        self._hellos = 0
+        self._sender_mark: tuple[object, ...] = ()
+        self._sender_moved = time.monotonic()
+        limits = config.sampler
+        self.episodes = Episodes(
+            identity.boot_id,
+            spool.get_meta("episodes"),
+            lambda text: spool.set_meta("episodes", text),
+            limits.retry_s,
+            limits.retry_max_s,
+        )
+        self.isolation = Isolation(
+            host,
+            {name: config.probe(name).every_s for name in PROBES if config.probe(name).enabled},
+            limits,
+            self.episodes,
+            self._take,
+            self.report,
+            sampler,
+            patience.restart_s,
+        )
+        self.benches = BenchRunner(
+            host,
+            config.state_dir,
+            bench_lock,
+            self._skips,
+            self._take,
+            spool.get_meta("unsupported") or "",
+            lambda text: spool.set_meta("unsupported", text),
+            bench,
+        )
+        directives = Directives(self.benches, self.isolation, lambda: None)
+        settings = PushSettings(collector=config.collector, tls=config.tls, insecure=config.insecure)
+        self.push = Push(settings, spool, self._hello, directives.obey)
+        self.schedule = Schedule()
+        self._duties: dict[str, Callable[[], None]] = {
+            "clock": self._watch_clock,
+            "sampler": self.isolation.check,
+            "own row": self._write_own_row,
+            "seal": self._seal_if_due,
+            "status": self._tell_status,
+        }
+
+    # ---- life
+
+    async def run(self) -> None:
+        """From READY to the last batch."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._announce_start()
+        self._notifier.send("READY=1")
+        self._schedule_jobs()
+        sender = asyncio.create_task(self._send_forever())
+        self._round(loop)
+        await self._stop.wait()
+        self._notifier.send("STOPPING=1\nSTATUS=stopping")
+        await self._end()
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+        self.spool.set_meta("stopped", "clean")
+        self.spool.close()
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stop.set()
+
+    def report(self, event: Event) -> None:
+        """Send an event: it is on disk before this round is over."""
+        log.info("%s %s: %s", event.kind, event.entity, event.message)
+        self._builder.add_event(event)
+        if not self._seal_soon:
+            self._seal_soon = True
+            asyncio.get_running_loop().call_soon(self._guarded, "seal", self._seal)
+
+    def _announce_start(self) -> None:
+        before = self.spool.get_meta("boot_id")
+        if before and before != self.identity.boot_id:
+            self.report(
+                happened(
+                    "reboot",
+                    "node:",
+                    "the host was booted since the agent last ran",
+                    detail={"before": before, "now": self.identity.boot_id},
+                )
+            )
+        stopped = self.spool.get_meta("stopped") or "first start"
+        self.report(
+            happened(
+                "agent_start",
+                "node:",
+                f"agent {__version__} started",
+                stopped.replace(" ", "_"),
+                {"version": __version__, "stopped": stopped},
+            )
+        )
+        self.spool.set_meta("boot_id", self.identity.boot_id)
+        self.spool.set_meta("stopped", "unclean")
+
+    async def _end(self) -> None:
+        """Stop measuring, seal what there is, and give it a short while to be sent."""
+        self.schedule.stop()
+        self.benches.stop()
+        with contextlib.suppress(OSError):
+            await self.isolation.stop()
+        self.report(happened("agent_stop", "node:", f"agent {__version__} was told to stop"))
+        self._guarded("seal", self._seal)
+        await self.push.drain(self._patience.stop_s if self.push.connected else 0.0)
+
+    # ---- duties
+
+    def _round(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All duties once, then feed the watchdog, then again."""
+        if self._stop.is_set():
+            return
+        for name, duty in self._duties.items():
+            self._guarded(name, duty)
+        period = min(PERIOD_S, self.config.sampler.deadline_s / 4)
+        if self._notifier.watchdog_s is not None:
+            period = min(period, self._notifier.watchdog_s)
+            if self.healthy():
+                self._notifier.send("WATCHDOG=1")
+        loop.call_later(period, self._round, loop)
+
+    def healthy(self) -> bool:
+        """Whether our own parts get on. What drivers or the collector do is no part of it."""
+        now = time.monotonic()
+        if any(now - since > self._patience.duty_s for since in self._failing.values()):
+            return False
+        mark = (self._hellos, self.push.last_progress_mono)
+        resting = not self.spool.pending() or self.push.state.startswith("paused")
+        if mark != self._sender_mark or resting:
+            self._sender_mark, self._sender_moved = mark, now
+        return now - self._sender_moved <= self._patience.sender_s
+
+    def _guarded(self, name: str, duty: Callable[[], None]) -> None:
+        """Run a duty; what it raises is logged once per kind, counted, and the end of nothing."""
+        try:
+            duty()
+        except Exception as error:
+            self._failing.setdefault(name, time.monotonic())
+            self._caught(name, error)
+        else:
+            self._failing.pop(name, None)
+
+    def _caught(self, name: str, error: Exception) -> None:
+        self.errors_total += 1
+        key = f"{name}: {type(error).__name__}"
+        if key not in self._said:
+            self._said.add(key)
+            log.error("%s failed (said once): %s", name, error, exc_info=error)
+
+    async def _send_forever(self) -> None:
+        while True:
+            try:
+                await self.push.run()
+            except Exception as error:
+                self._caught("push", error)
+            await asyncio.sleep(5.0)
+
+    def _watch_clock(self) -> None:
+        step = self._clock.step_s()
+        if step:
+            self.schedule.clock_stepped()
+            self.report(
+                happened(
+                    "clock_step",
+                    "node:",
+                    f"the wall clock was moved by {step:+.1f} s",
+                    detail={"step_s": round(step, 3)},
+                )
+            )
+
+    def _seal_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._seal_at:
+            missed = int((now - self._seal_at) / self.config.push.seal_s)
+            self._seal_at += (missed + 1) * self.config.push.seal_s
+            self._seal()
+
+    def _seal(self) -> None:
+        self._seal_soon = False
+        if self._builder.empty:
+            return
+        urgent = self._builder.has_events
+        for body in self._builder.seal(wall_us(), mono_us()):
+            self.spool.put(body, event=urgent)
+        self.push.notify()
+
+    def _write_own_row(self) -> None:
+        now = time.monotonic()
+        if now < self._own_row_at:
+            return
+        self._own_row_at = now + agent.EVERY
+        began = time.perf_counter()
+        cpu_s, pss = self._cost.read([os.getpid(), *self.isolation.pids])
+        stats = self.spool.stats()
+        row: dict[str, Cell] = {
+            "cpu_s_total": cpu_s,
+            "sampler_restarts_total": self.isolation.restarts_total,
+            "spool_batches": stats.batches,
+            "spool_bytes": stats.bytes,
+            "spool_oldest_s": stats.oldest_s,
+            "spool_dropped_total": stats.dropped_total,
+            "reconnects_total": self.push.reconnects_total,
+        }
+        if pss is not None:
+            row["pss_bytes"] = pss
+        self._add_run("agent", wall_us(), mono_us(), time.perf_counter() - began, "", 1, row)
+
+    def _tell_status(self) -> None:
+        states = list(self.episodes.states.values())
+        cards = f"{states.count('ok')}/{len(states)} GPUs" if states else "no GPUs"
+        collector = "ok" if self.push.connected else self.push.state
+        status = f"{cards}, spool {self.spool.pending()}, collector {collector}"
+        if self.isolation.stuck:
+            status += f", {len(self.isolation.stuck)} stuck"
+        if status != self._status:
+            self._status = status
+            self._notifier.send(f"STATUS={status}")
+
+    # ---- what comes from the children
+
+    def _take(self, message: Message) -> None:
+        """A message of the sampler or of a bench; nonsense of theirs must not end us."""
+        try:
+            if isinstance(message, Sweep):
+                self._take_sweep(message)
+            elif isinstance(message, Inventory):
+                self._take_inventory(message)
+            else:
+                self.report(message)
+        except Exception as error:
+            self._caught("message", error)
+
+    def _take_sweep(self, sweep: Sweep) -> None:
+        metrics = METRICS.get(sweep.probe)
+        if metrics is None:
+            return
+        self._builder.add_sweep(metrics, sweep)
+        self._add_run(
+            sweep.probe, sweep.ts_us, sweep.mono_us, sweep.seconds, sweep.error, len(sweep.rows), {}
+        )
+        if sweep.probe == "gpu":
+            for event in self.episodes.see_gpus(sweep):
+                self.report(event)
+
+    def _take_inventory(self, inventory: Inventory) -> None:
+        self.episodes.see_inventory(inventory)
+        self._inventory = inventory
+        self._builder.set_inventory(inventory.items, inventory.complete, inventory.ts_us)
+
+    def _add_run(
+        self, probe: str, ts_us: int, at_us: int, seconds: float, error: str, rows: int, more: dict[str, Cell]
+    ) -> None:
+        """The row of table `agent` about one run of a probe; at the run's own time."""
+        row: dict[str, Cell] = {
+            "probe": probe,
+            "ok": not error,
+            "error": error,
+            "rows": rows,
+            "seconds": seconds,
+            **more,
+        }
+        cells, reasons = check_row(agent.METRICS, row)
+        self._builder.add_sweep(agent.METRICS, Sweep("agent", ts_us, at_us, 0.0, "", [cells], [reasons]))
+
+    # ---- jobs
+
+    def _schedule_jobs(self) -> None:
+        add = self.schedule.add
+        for name in BENCHES:
+            periodic = self.config.bench(name)
+            if periodic.enabled:
+                every = periodic.every_s
+                # spread over the first interval, so that a fleet started at once does not measure at once
+                first = min(every, FIRST_BENCH_S) * random.uniform(1.0, 1.5)
+                add(f"bench {name}", every, self._bench_job(name), first_s=first, jitter_s=every * 0.05)
+        add("inventory", DAY_S, self._reread_inventory, first_s=DAY_S, jitter_s=DAY_S * 0.05)
+        add("spool", HOUSEKEEPING_S, self._keep_spool, first_s=HOUSEKEEPING_S, jitter_s=1.0)
+        self.schedule.start()
+
+    def _bench_job(self, name: str) -> Callable[[], Awaitable[None]]:
+        async def run() -> None:
+            await self.benches.run(name)
+
+        return run
+
+    async def _reread_inventory(self) -> None:
+        self.isolation.tell(Command(inventory=True))
+
+    async def _keep_spool(self) -> None:
+        dropped = self.spool.trim()
+        if dropped:
+            self.report(
+                happened(
+                    "spool_drop",
+                    "node:",
+                    f"the spool was full or too old: {dropped} batches were dropped unsent",
+                    detail={"batches": dropped},
+                )
+            )
+        for path in self.spool.take_moved_aside():
+            text = f"the spool could not be read and was kept as {path}"
+            self.report(happened("spool_corrupt", "node:", text, detail={"path": str(path)}))
+
+    # ---- for others
+
+    def _skips(self) -> list[Skip]:
+        return [skip_of(hang) for hang in self.episodes.skips() if not hang.what.startswith("probe ")]
+
+    def _hello(self) -> pb.Hello:
+        self._hellos += 1
+        every = self.isolation.intervals() | {"agent": agent.EVERY}
+        every |= {"bench": min((self.config.bench(name).every_s for name in BENCHES), default=DAY_S)}
+        return encode.hello(
+            node=self.identity.node,
+            machine_id=self.identity.machine_id,
+            boot_id=self.identity.boot_id,
+            spool_id=self.spool.spool_id,
+            probes=encode.probe_descriptors({name: (s, METRICS[name]) for name, s in every.items()}),
+            items=self._inventory.items,
+            complete=self._inventory.complete,
+            read_at_us=self._inventory.ts_us,
+            spool_batches=self.spool.pending(),
+            wall_us=wall_us(),
+            mono_us=mono_us(),
+        )

@@ -1,0 +1,264 @@
+"""From documents to screens: ages, states, hostlists, tables. The same rows piped or not."""
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import click
+
+Json = Mapping[str, object]
+
+STATES = ("ok", "degraded", "critical", "unknown")
+_GLYPH = {"ok": "✔", "degraded": "▲", "critical": "✖", "unknown": "?", "crit": "✖", "warn": "▲"}
+_ASCII = {"✔": "+", "▲": "!", "✖": "X", "×": "x", "–": "-"}
+_COLOR = {
+    "ok": "green",
+    "degraded": "yellow",
+    "critical": "red",
+    "unknown": "magenta",
+    "crit": "red",
+    "warn": "yellow",
+}
+_WORD = {"unknown": "no data", "crit": "CRIT", "warn": "WARN"}
+_UNBOUNDED = 1_000_000
+
+
+@cache
+def _ascii_only() -> bool:
+    """Whether stdout cannot print the glyphs."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    try:
+        "✔▲✖×–".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def plain_if_needed(text: str) -> str:
+    """`text` with the glyphs that stdout cannot print replaced."""
+    if not _ascii_only():
+        return text
+    for glyph, letter in _ASCII.items():
+        text = text.replace(glyph, letter)
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def width() -> int:
+    """Columns to fold to: the terminal's, or COLUMNS when it is set; piped text is never folded."""
+    if sys.stdout.isatty():
+        return max(40, shutil.get_terminal_size((80, 24)).columns)
+    columns = os.environ.get("COLUMNS", "")
+    return max(40, int(columns)) if columns.isdigit() and int(columns) > 0 else _UNBOUNDED
+
+
+def state(word: object, colored: bool = False) -> str:
+    """`✖ critical`, `? no data`: glyph, word and colour."""
+    name = str(word)
+    return paint(f"{_GLYPH.get(name, '·')} {_WORD.get(name, name)}", name, colored)
+
+
+def paint(text: str, name: str, colored: bool) -> str:
+    """`text` in the colour of a state or severity."""
+    return click.style(text, fg=_COLOR[name]) if colored and name in _COLOR else text
+
+
+def age(seconds: object) -> str:
+    """`5s`, `12m`, `3h`, `2d`; `never` for None: one number, one unit, rounded down."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        return "never"
+    left = max(0.0, float(seconds))
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if left >= 2 * size or (unit == "m" and left >= size * 2):
+            return f"{int(left // size)}{unit}"
+    return f"{int(left)}s"
+
+
+def number(value: object, digits: int = 0) -> str:
+    """A number without thousands separators; `-` when it is not known."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "-"
+    return f"{value:.{digits}f}"
+
+
+def brief(value: object) -> str:
+    """A measured value with six digits at most."""
+    return f"{value:.6g}" if isinstance(value, float) else text(value)
+
+
+def text(value: object) -> str:
+    """One cell of a table; NULL stays NULL."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return str(value).replace("\n", "\\n").replace("\t", "\\t")
+
+
+_TAIL = re.compile(r"^(.*?)(\d+)$")
+
+
+def hostlist(names: Iterable[str]) -> str:
+    """`gpu-[001-003,007],login`: consecutive numbers of one width and prefix are folded."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    whole: list[str] = []
+    for name in sorted(set(names)):
+        match = _TAIL.match(name)
+        if match:
+            groups.setdefault((match[1], len(match[2])), []).append(int(match[2]))
+        else:
+            whole.append(name)
+    parts = [_fold(prefix, digits, sorted(numbers)) for (prefix, digits), numbers in groups.items()]
+    return ",".join(sorted(parts + whole))
+
+
+def _fold(prefix: str, digits: int, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{prefix}{numbers[0]:0{digits}}"
+    runs: list[tuple[int, int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], value)
+        else:
+            runs.append((value, value))
+    texts = [f"{a:0{digits}}" if a == b else f"{a:0{digits}}-{b:0{digits}}" for a, b in runs]
+    return f"{prefix}[{','.join(texts)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Its header.
+        right: Whether it is set to the right (numbers).
+        fold: Whether long text folds to the terminal; the last column of a table usually does.
+    """
+
+    title: str
+    right: bool = False
+    fold: bool = False
+
+
+MIN_FOLD = 32
+"""Columns below which folded text gets lines of its own."""
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str = ""
+) -> list[str]:
+    """Aligned lines with a header. Only columns that fold give way to `limit`; nothing is cut.
+
+    Where the last column would become too narrow to read, its text stands below its line instead.
+    """
+    widths = [
+        max([_cells(column.title), *(_cells(row[n]) for row in rows)]) for n, column in enumerate(columns)
+    ]
+    room = limit - sum(widths[:-1]) - 2 * (len(columns) - 1) - len(indent)
+    if columns[-1].fold and room < min(MIN_FOLD, widths[-1]):
+        return _with_text_below(columns, rows, limit, indent)
+    if columns[-1].fold:
+        widths[-1] = min(widths[-1], room)
+    lines = []
+    for row in [[column.title for column in columns], *rows]:
+        folded = [_wrap(cell, widths[n]) if columns[n].fold else [cell] for n, cell in enumerate(row)]
+        for at in range(max(len(parts) for parts in folded)):
+            cells = [parts[at] if at < len(parts) else "" for parts in folded]
+            line = "  ".join(_pad(cell, widths[n], columns[n].right) for n, cell in enumerate(cells))
+            lines.append((indent + line).rstrip())
+    return lines
+
+
+def _with_text_below(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str
+) -> list[str]:
+    head, *body = table(columns[:-1], [row[:-1] for row in rows], limit, indent)
+    lines = [f"{head}  {columns[-1].title}"]
+    for line, row in zip(body, rows, strict=True):
+        lines.append(line)
+        if row[-1]:
+            lines.extend(wrap_line(f"{indent}    {row[-1]}", limit, f"{indent}    "))
+    return lines
+
+
+def _wrap(cell: str, columns: int) -> list[str]:
+    if _cells(cell) <= columns:
+        return [cell]
+    return textwrap.wrap(cell, columns, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _cells(value: str) -> int:
+    """Cells on screen, without colour codes."""
+    return len(click.unstyle(value))
+
+
+def _pad(value: str, columns: int, right: bool) -> str:
+    gap = " " * max(0, columns - _cells(value))
+    return gap + value if right else value + gap
+
+
+def wrap_line(value: str, limit: int, indent: str) -> list[str]:
+    """A long line folded at spaces; what follows is indented."""
+    return textwrap.wrap(
+        value, limit, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """RFC 4180 with a header; NULL is an empty cell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(["" if cell is None else text_for_csv(cell) for cell in row])
+    return out.getvalue()
+
+
+def text_for_csv(cell: object) -> str:
+    """A cell of a CSV file: the text itself, JSON for what is not flat."""
+    if isinstance(cell, bool):
+        return "true" if cell else "false"
+    if isinstance(cell, dict | list):
+        return json.dumps(cell, ensure_ascii=False, separators=(",", ":"))
+    return str(cell)
+
+
+def as_json(document: object) -> str:
+    """One document, indented; letters as they are."""
+    return json.dumps(document, ensure_ascii=False, indent=2)
+
+
+def as_jsonl(items: Iterable[object]) -> str:
+    """One item per line."""
+    return "".join(json.dumps(item, ensure_ascii=False, separators=(",", ":")) + "\n" for item in items)
+
+
+def get(document: object, *path: str) -> object:
+    """A value inside a document; None when any part of the path is absent."""
+    for key in path:
+        if not isinstance(document, Mapping):
+            return None
+        document = document.get(key)
+    return document
+
+
+def items(document: object, *path: str) -> list[Json]:
+    """The objects of a list inside a document."""
+    found = get(document, *path)
+    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
+
+
+def count(document: object, *path: str) -> int:
+    """A whole number inside a document; 0 when absent."""
+    found = get(document, *path)
+    return found if isinstance(found, int) else 0

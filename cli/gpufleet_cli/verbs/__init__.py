@@ -1,0 +1,1 @@
+"""One file per verb; `main.py` lists them."""

@@ -1,0 +1,122 @@
+"""`fleet explain`: why. Rule, numbers, window, limit, and who set it."""
+
+import click
+
+from gpufleet_cli import errors, render, show
+from gpufleet_cli.client import Client, Json
+from gpufleet_cli.render import Column
+from gpufleet_cli.settings import Settings, options
+from gpufleet_cli.verbs.incidents import clock
+from gpufleet_cli.verbs.node import limit_of
+
+
+@click.command(short_help="Why something is judged as it is.")
+@click.argument("subject", nargs=-1, required=True)
+@options
+@click.pass_context
+def explain(context: click.Context, subject: tuple[str, ...]) -> None:
+    """Why it is judged so: `rule NAME`, `incident N`, `node NAME`, or one id that says which it is."""
+
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        return client.document(client.stub.Explain, fleet_pb2.ExplainRequest(subject=" ".join(subject)))
+
+    show.show(context, fetch, _screen, lambda _: errors.OK)
+
+
+def _screen(document: Json, settings: Settings) -> str:
+    limit = limit_of(settings)
+    blocks = [_block(item, settings, limit) for item in render.items(document, "items")]
+    return "\n\n".join("\n".join(block) for block in blocks) or "nothing to explain"
+
+
+def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
+    lines = render.wrap_line(f"{item.get('rule')}: {item.get('title')}", limit, "  ")
+    facts = [
+        f"{title} {item[key]}"
+        for title, key in (
+            ("fires after", "for"), ("boot grace s", "boot_grace_s"), ("clears after s", "clear_after_s"),
+            ("at most", "max_severity"), ("runbook", "runbook"),
+        )
+        if item.get(key)
+    ]  # fmt: skip
+    if item.get("enabled") is False:
+        facts.append("disabled by the configuration")
+    lines.extend(render.wrap_line("  " + "   ".join(facts), limit, "  "))
+    limits = [
+        [
+            str(entry.get("name")),
+            _number(entry.get("value")),
+            str(entry.get("layer")),
+            _scope(entry),
+            str(entry.get("source")),
+        ]
+        for entry in render.items(item, "limits")
+    ]
+    if limits:
+        head = [
+            Column("LIMIT"),
+            Column("VALUE", right=True),
+            Column("LAYER"),
+            Column("FOR"),
+            Column("SET BY", fold=True),
+        ]
+        lines += ["", *render.table(head, limits, limit, "  ")]
+    verdicts = [
+        [
+            render.state(entry.get("verdict"), settings.colored), str(entry.get("code") or ""),
+            str(entry.get("place") or entry.get("entity")), _number(entry.get("observed")),
+            _number(entry.get("expected")), str(entry.get("unit") or ""),
+            render.age(entry.get("evidence_age_s")),
+            str(entry.get("reason") or ""),
+        ]
+        for entry in render.items(item, "verdicts")
+    ]  # fmt: skip
+    if verdicts:
+        head = [
+            Column("VERDICT NOW"), Column("CODE"), Column("ON"), Column("OBSERVED", right=True),
+            Column("EXPECTED", right=True), Column("UNIT"), Column("EVIDENCE", right=True),
+            Column("REASON", fold=True),
+        ]  # fmt: skip
+        lines += ["", *render.table(head, verdicts, limit, "  ")]
+    lines.extend(_findings(item, settings, limit))
+    return lines
+
+
+def _findings(item: render.Json, settings: Settings, limit: int) -> list[str]:
+    rows = [
+        [
+            f"{render.state(entry.get('verdict'), settings.colored)} {entry.get('state')}",
+            str(entry.get("place") or entry.get("entity")), render.age(entry.get("age_s")),
+            str(entry.get("incident_id") or "-"), _evidence(entry),
+        ]
+        for entry in render.items(item, "findings")
+    ]  # fmt: skip
+    if not rows:
+        return []
+    head = [
+        Column("FINDING"),
+        Column("ON"),
+        Column("AGE", right=True),
+        Column("INCIDENT"),
+        Column("EVIDENCE (NEWEST FIRST)", fold=True),
+    ]
+    return ["", *render.table(head, rows, limit, "  ")]
+
+
+def _evidence(entry: render.Json) -> str:
+    evidence = entry.get("evidence")
+    if not isinstance(evidence, list):
+        return ""
+    samples = [sample for sample in evidence if isinstance(sample, list) and len(sample) >= 2]
+    return ", ".join(f"{clock(sample[0])} {sample[1]}" for sample in samples)
+
+
+def _scope(entry: render.Json) -> str:
+    parts = [str(entry[key]) for key in ("node", "model") if entry.get(key)]
+    return " ".join(parts) or "all"
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) and not isinstance(value, bool) else "-"

@@ -1,0 +1,191 @@
+"""`fleet incidents`: what is or was wrong, one line each; `show` tells one whole story."""
+
+import click
+
+from gpufleet_cli import errors, render, show
+from gpufleet_cli.client import Client, Json
+from gpufleet_cli.errors import FleetError
+from gpufleet_cli.render import Column
+from gpufleet_cli.settings import Settings, options
+from gpufleet_cli.verbs.node import limit_of
+
+
+@click.group(invoke_without_command=True)
+@options
+@click.pass_context
+def incidents(context: click.Context) -> None:
+    """Incidents: one cause, its findings, its timeline. Without a word: `list`."""
+    if context.invoked_subcommand is None:
+        _list(context, False)
+
+
+@incidents.command("list")
+@click.option("-a", "--all", "everything", is_flag=True, help="Also the resolved ones.")
+@options
+@click.pass_context
+def list_incidents(context: click.Context, everything: bool) -> None:
+    """Open incidents, worst first."""
+    _list(context, everything)
+
+
+def _list(context: click.Context, everything: bool) -> None:
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        return client.document(client.stub.ListIncidents, fleet_pb2.ListIncidentsRequest(all=everything))
+
+    show.show(context, fetch, _lines, _exit_code)
+
+
+def _exit_code(document: Json) -> int:
+    found = render.items(document, "items")
+    return show.worst([item.get("severity") for item in found if item.get("state") == "open"])
+
+
+def _lines(document: Json, settings: Settings) -> str:
+    columns = [
+        Column("INCIDENT"), Column("SEVERITY"), Column("STATE"), Column("AGE", right=True), Column("WHERE"),
+        Column("WHAT", fold=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(item.get("id")),
+            render.state(item.get("severity"), settings.colored),
+            str(item.get("state")),
+            render.age(item.get("age_s")),
+            str(item.get("place") or item.get("node")),
+            ": ".join(str(part) for part in (item.get("headline"), item.get("reason")) if part),
+        ]
+        for item in render.items(document, "items")
+    ]
+    return "\n".join(render.table(columns, rows, limit_of(settings))) if rows else "no open incidents"
+
+
+@incidents.command("show")
+@click.argument("number")
+@options
+@click.pass_context
+def show_incident(context: click.Context, number: str) -> None:
+    """One incident with its findings, evidence and timeline; NUMBER is 42 or INC-42."""
+    wanted = incident_number(number)
+
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        return client.document(client.stub.GetIncident, fleet_pb2.GetIncidentRequest(number=wanted))
+
+    show.show(context, fetch, _story, _exit_code)
+
+
+def incident_number(word: str) -> int:
+    """42 of `42`, `INC-42` or `inc-42`.
+
+    Raises:
+        FleetError: It is none of them.
+    """
+    digits = word.upper().removeprefix("INC-")
+    if digits.isascii() and digits.isdigit() and 0 < int(digits) < 2**63:
+        return int(digits)
+    raise FleetError(
+        "usage", f"{word!r} is no incident: write 42 or INC-42", "see fleet incidents", errors.USAGE
+    )
+
+
+def _story(document: Json, settings: Settings) -> str:
+    found = render.items(document, "items")[0]
+    limit = limit_of(settings)
+    first = (
+        f"{found.get('id')}  {render.state(found.get('severity'), settings.colored)}  {found.get('state')}  "
+        f"{found.get('headline')}"
+    )
+    lines = render.wrap_line(first, limit, "  ")
+    for title, value in _facts(found):
+        lines.extend(render.wrap_line(f"  {title:<8} {value}", limit, " " * 11))
+    lines.extend(_findings(found, settings, limit))
+    log = [
+        [clock(entry.get("logged_at")), str(entry.get("what")), str(entry.get("text"))]
+        for entry in render.items(found, "log")
+    ]
+    if log:
+        lines += [
+            "",
+            *render.table([Column("TIMELINE (UTC)"), Column("WHAT"), Column("TEXT", fold=True)], log, limit),
+        ]
+    events = [
+        [
+            clock(event.get("ts")),
+            str(event.get("kind")),
+            str(event.get("place") or event.get("entity")),
+            str(event.get("message")),
+        ]
+        for event in render.items(found, "events")
+    ]
+    if events:
+        head = [Column("EVENTS AROUND IT"), Column("KIND"), Column("ON"), Column("MESSAGE", fold=True)]
+        lines += ["", *render.table(head, events, limit)]
+    return "\n".join(lines)
+
+
+def _facts(found: render.Json) -> list[tuple[str, str]]:
+    """What, where, since, next: only what is known."""
+    where = render.get(found, "where")
+    place = str(found.get("place") or found.get("node"))
+    names = [
+        f"{key} {render.get(where, key)}"
+        for key in ("serial", "slot", "pci", "gpu_uuid")
+        if render.get(where, key)
+    ]
+    pairs = [
+        ("what", found.get("reason")),
+        ("where", "  ".join([place, *names])),
+        ("since", f"{clock(found.get('opened_at'))} UTC ({render.age(found.get('age_s'))} ago)"),
+        (
+            "ended",
+            f"{clock(found.get('resolved_at'))} UTC: {found.get('cause')}"
+            if found.get("resolved_at")
+            else None,
+        ),
+        ("do", found.get("action")),
+        ("runbook", found.get("runbook")),
+    ]
+    return [(title, str(value)) for title, value in pairs if value]
+
+
+def _findings(found: render.Json, settings: Settings, limit: int) -> list[str]:
+    rows = [
+        [
+            str(finding.get("rule")),
+            f"{render.state(finding.get('verdict'), settings.colored)} {finding.get('state')}",
+            str(finding.get("place") or finding.get("entity")),
+            _measured(finding),
+            str(finding.get("reason") or ""),
+        ]
+        for finding in render.items(found, "findings")
+    ]
+    if not rows:
+        return []
+    head = [
+        Column("FINDING"),
+        Column("STATE"),
+        Column("ON"),
+        Column("OBSERVED/EXPECTED"),
+        Column("REASON", fold=True),
+    ]
+    return ["", *render.table(head, rows, limit)]
+
+
+def _measured(finding: render.Json) -> str:
+    observed, expected = finding.get("observed"), finding.get("expected")
+    if observed is None and expected is None:
+        return "-"
+    unit = f" {finding['unit']}" if finding.get("unit") else ""
+    return f"{_short(observed)}/{_short(expected)}{unit}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def clock(at: object) -> str:
+    """`2026-11-30 09:42:18` of an ISO time."""
+    return str(at).replace("T", " ").removesuffix("Z").partition(".")[0] if at else "-"

@@ -1,0 +1,210 @@
+"""`fleet inventory`: what should be there, beside what is."""
+
+import getpass
+from pathlib import Path
+
+import click
+
+from gpufleet_cli import errors, render, show
+from gpufleet_cli.client import Client, Json
+from gpufleet_cli.errors import FleetError
+from gpufleet_cli.render import Column
+from gpufleet_cli.settings import Settings, options, settings_of
+from gpufleet_cli.verbs.node import limit_of
+
+MAX_FILE_BYTES = 900_000
+"""A request is one message, and no message is larger than 1 MiB."""
+
+
+@click.group(invoke_without_command=True, short_help="What should be there, beside what is.")
+@options
+@click.pass_context
+def inventory(context: click.Context) -> None:
+    """Expected inventory: learned at the first hello, accepted by people. Without a word: `list`."""
+    if context.invoked_subcommand is None:
+        _show(context, "ListInventory", "")
+
+
+@inventory.command("list")
+@click.argument("node", required=False, default="")
+@options
+@click.pass_context
+def list_inventory(context: click.Context, node: str) -> None:
+    """Every expected card beside what is seen; with NODE only that one."""
+    _show(context, "ListInventory", node)
+
+
+@inventory.command()
+@click.argument("node", required=False, default="")
+@options
+@click.pass_context
+def diff(context: click.Context, node: str) -> None:
+    """Only what differs: missing, unexpected, swapped."""
+    _show(context, "DiffInventory", node)
+
+
+def _show(context: click.Context, call: str, node: str) -> None:
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        if call == "DiffInventory":
+            return client.document(client.stub.DiffInventory, fleet_pb2.DiffInventoryRequest(node=node))
+        return client.document(client.stub.ListInventory, fleet_pb2.ListInventoryRequest(node=node))
+
+    show.show(context, fetch, _screen, _exit_code)
+
+
+def _exit_code(document: Json) -> int:
+    differ = [item for item in render.items(document, "items") if item.get("match") not in ("same", None)]
+    return errors.CRITICAL if differ else errors.OK
+
+
+def _screen(document: Json, settings: Settings) -> str:
+    columns = [
+        Column("NODE"), Column("GPU", right=True), Column("MATCH"), Column("EXPECTATION"), Column("SERIAL"),
+        Column("PCI"), Column("MODEL"), Column("UUID"), Column("WHY", fold=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(item.get("node")),
+            render.number(item.get("gpu_index")),
+            str(item.get("match") or "-"),
+            str(item.get("expectation") or "none"),
+            str(item.get("serial") or "-"),
+            str(item.get("pci") or "-"),
+            str(item.get("model") or "-"),
+            str(item.get("uuid") or "-"),
+            str(item.get("reason") or ""),
+        ]
+        for item in render.items(document, "items")
+    ]
+    if not rows:
+        return (
+            "nothing differs"
+            if document.get("kind") == "InventoryDiff"
+            else "nothing is expected or seen yet"
+        )
+    return "\n".join(render.table(columns, rows, limit_of(settings)))
+
+
+@inventory.command()
+@click.argument("nodes", nargs=-1, required=True)
+@click.option("--reason", default="", help="Why; written to the audit table.")
+@options
+@click.pass_context
+def accept(context: click.Context, nodes: tuple[str, ...], reason: str) -> None:
+    """Pin what is seen on NODES now as accepted; hostlists work: gpu-[001-016]."""
+    settings = settings_of(context)
+    names = [name for word in nodes for name in expand(word)]
+    with Client(settings) as client:
+        from gpufleet.v1 import fleet_pb2
+
+        request = fleet_pb2.AcceptInventoryRequest(nodes=names, author=_author(), reason=reason)
+        reply = client.one(client.stub.AcceptInventory, request)
+    _done(settings, reply.nodes, reply.gpus, reply.baselines)
+
+
+@inventory.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--baselines", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="CSV with node,entity,key,value,spread,n.",
+)  # fmt: skip
+@click.option("--reason", default="", help="Why; written to the audit table.")
+@options
+@click.pass_context
+def import_file(context: click.Context, file: Path, baselines: Path | None, reason: str) -> None:
+    """Pin a delivery list as accepted: a CSV with the header node,uuid,serial,pci,model."""
+    settings = settings_of(context)
+    with Client(settings) as client:
+        from gpufleet.v1 import fleet_pb2
+
+        request = fleet_pb2.ImportInventoryRequest(
+            csv=_read(file),
+            baseline_csv=_read(baselines) if baselines else b"",
+            author=_author(),
+            reason=reason,
+        )
+        reply = client.one(client.stub.ImportInventory, request)
+    _done(settings, reply.nodes, reply.gpus, reply.baselines)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise FleetError("usage", f"cannot read {file}: {error.strerror}", "", errors.USAGE) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise FleetError(
+            "too_large", f"{file} has {len(data)} bytes, more than {MAX_FILE_BYTES}",
+            "import it in parts: each file replaces only the nodes it names", errors.USAGE,
+        )  # fmt: skip
+    return data
+
+
+def _author() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
+
+
+def _done(settings: Settings, nodes: int, gpus: int, baselines: int) -> None:
+    if settings.screen:
+        show.echo(f"accepted: {nodes} nodes, {gpus} GPUs, {baselines} baselines")
+        return
+    from datetime import UTC, datetime
+
+    document: Json = {
+        "api_version": "fleet/v1",
+        "kind": "InventoryAccepted",
+        "generated_at": datetime.now(UTC).replace(tzinfo=None).isoformat() + "Z",
+        "items": [{"nodes": nodes, "gpus": gpus, "baselines": baselines}],
+    }
+    show.emit(document, lambda *_: "", settings)
+
+
+def expand(word: str) -> list[str]:
+    """The names of a hostlist: `gpu-[001-003,7]` and `a,b`.
+
+    Raises:
+        FleetError: The brackets do not fit, or it names more than 100000.
+    """
+    names: list[str] = []
+    for part in _split(word):
+        head, bracket, rest = part.partition("[")
+        if not bracket:
+            names.append(part)
+            continue
+        inside, closing, tail = rest.partition("]")
+        if not closing or not inside:
+            raise _bad(word)
+        for piece in inside.split(","):
+            first, dash, last = piece.partition("-")
+            last = last if dash else first
+            if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()) or int(
+                last
+            ) < int(first):
+                raise _bad(word)
+            if int(last) - int(first) + len(names) > 100_000:
+                raise _bad(word)
+            for value in range(int(first), int(last) + 1):
+                names.extend(expand(f"{head}{value:0{len(first)}}{tail}"))
+    return names
+
+
+def _split(word: str) -> list[str]:
+    """Split at commas that are not inside brackets."""
+    parts, depth, start = [], 0, 0
+    for at, letter in enumerate(word):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append(word[start:at])
+            start = at + 1
+    return [part for part in [*parts, word[start:]] if part]
+
+
+def _bad(word: str) -> FleetError:
+    return FleetError(
+        "usage", f"{word!r} is no host list: write gpu-[001-016] or gpu-001,gpu-002", "", errors.USAGE
+    )

@@ -1,0 +1,156 @@
+"""`fleet node`: one host with its cards, or every host a line each."""
+
+import click
+
+from gpufleet_cli import render, show
+from gpufleet_cli.client import Client, Json
+from gpufleet_cli.render import Column
+from gpufleet_cli.settings import Settings, options
+
+
+@click.command(short_help="One node, or every node.")
+@click.argument("name", required=False, default="")
+@options
+@click.pass_context
+def node(context: click.Context, name: str) -> None:
+    """One node with its cards, findings and last values; without NAME every node."""
+
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        return client.document(client.stub.GetNode, fleet_pb2.GetNodeRequest(node=name))
+
+    show.show(context, fetch, _one if name else _all, _exit_code)
+
+
+def _exit_code(document: Json) -> int:
+    return show.worst([item.get("state") for item in render.items(document, "items")])
+
+
+def _all(document: Json, settings: Settings) -> str:
+    columns = [
+        Column("NODE"), Column("STATE"), Column("GPUS", right=True), Column("DATA AGE", right=True),
+        Column("EXPECTATION"), Column("WHY", fold=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(item.get("node")),
+            render.state(item.get("state"), settings.colored),
+            f"{render.count(item, 'gpus', 'ok')}/{render.count(item, 'gpus', 'expected')}",
+            render.age(item.get("age_s")),
+            str(item.get("expectation") or "none"),
+            str(item.get("reason") or ""),
+        ]
+        for item in render.items(document, "items")
+    ]
+    return "\n".join(render.table(columns, rows, limit_of(settings))) if rows else "no nodes yet"
+
+
+def limit_of(settings: Settings) -> int:
+    """Columns to fold to: `wide` never folds."""
+    return 1_000_000 if settings.output == "wide" else render.width()
+
+
+def _one(document: Json, settings: Settings) -> str:
+    found = render.items(document, "items")[0]
+    limit = limit_of(settings)
+    lines = [
+        *_head(found, settings, limit),
+        *finding_lines(found, settings, limit),
+        *_cards(found, settings, limit),
+    ]
+    lines.extend(_values(found, limit))
+    return "\n".join(lines)
+
+
+def _head(found: render.Json, settings: Settings, limit: int) -> list[str]:
+    gpus = render.get(found, "counts")
+    parts = [
+        f"{found.get('node')}",
+        render.state(found.get("state"), settings.colored),
+        f"{render.count(gpus, 'ok')} of {render.count(gpus, 'expected')} expected GPUs ok",
+        f"data {render.age(found.get('age_s'))} old",
+    ]
+    lines = render.wrap_line("   ".join(parts), limit, "  ")
+    facts = [f"expectation: {found.get('expectation') or 'none, so no presence verdict'}"]
+    if found.get("agent_version"):
+        facts.append(f"agent {found['agent_version']}")
+    offset = found.get("clock_offset_s")
+    if isinstance(offset, int | float) and offset:
+        facts.append(f"its clock is corrected by {offset:+.1f} s")
+    for key in ("model", "driver", "kernel"):
+        if render.get(found, "facts", key):
+            facts.append(f"{key} {render.get(found, 'facts', key)}")
+    return [*lines, *render.wrap_line("   ".join(facts), limit, "  ")]
+
+
+def finding_lines(found: render.Json, settings: Settings, limit: int) -> list[str]:
+    """The findings that are open on a node or card."""
+    findings = render.items(found, "findings")
+    if not findings:
+        return ["", "no open findings"]
+    columns = [
+        Column("FINDING"), Column("STATE"), Column("AGE", right=True), Column("ON"), Column("INCIDENT"),
+        Column("REASON", fold=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(finding.get("rule")),
+            f"{render.state(finding.get('verdict'), settings.colored)} {finding.get('state')}",
+            render.age(finding.get("age_s")),
+            str(finding.get("place") or finding.get("entity")),
+            str(finding.get("incident_id") or "-"),
+            str(finding.get("reason") or ""),
+        ]
+        for finding in findings
+    ]
+    return ["", *render.table(columns, rows, limit)]
+
+
+CARD_COLUMNS = (
+    Column("GPU", right=True), Column("STATE"), Column("UTIL %", right=True), Column("SM MHZ", right=True),
+    Column("POWER W", right=True), Column("TEMP C", right=True), Column("PCIE"), Column("AGE", right=True),
+    Column("UUID"),
+)  # fmt: skip
+
+
+def _cards(found: render.Json, settings: Settings, limit: int) -> list[str]:
+    cards = render.items(found, "gpus")
+    if not cards:
+        return ["", "no GPUs expected or seen"]
+    return ["", *render.table(CARD_COLUMNS, [card_row(card, settings) for card in cards], limit)]
+
+
+def card_row(card: render.Json, settings: Settings) -> list[str]:
+    """One line of the card table: values that are not there are `-`, and each line has its age."""
+    values = card.get("values")
+    gen, lanes = render.get(values, "pcie_gen"), render.get(values, "pcie_width")
+    return [
+        render.number(card.get("gpu_index")),
+        render.state(card.get("state"), settings.colored),
+        render.number(render.get(values, "util_pct")),
+        render.number(render.get(values, "sm_clock_mhz")),
+        render.number(render.get(values, "power_w")),
+        render.number(render.get(values, "temperature_c")),
+        f"{render.number(gen)}x{render.number(lanes)}" if gen is not None else "-",
+        render.age(card.get("age_s")),
+        str(card.get("gpu_uuid") or card.get("serial") or card.get("pci") or ""),
+    ]
+
+
+def _values(found: render.Json, limit: int) -> list[str]:
+    """Last row of the probes with one row per host, each with its age; sums since boot are left to json."""
+    lines: list[str] = []
+    last = found.get("last")
+    if not isinstance(last, dict):
+        return lines
+    for probe, row in last.items():
+        pairs = [
+            f"{name}={render.brief(value)}"
+            for name, value in row.get("values", {}).items()
+            if value not in (None, "") and not name.endswith("_total")
+        ]
+        if pairs:
+            text = f"{probe} ({render.age(row.get('age_s'))} old): {'  '.join(pairs)}"
+            lines.extend(render.wrap_line(text, limit, "  "))
+    return ["", *lines] if lines else []

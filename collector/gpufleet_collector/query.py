@@ -1,0 +1,301 @@
+"""What the CLI asks: `FleetService`. Every reply that people see is a JSON document, sent in pieces.
+
+The event loop never runs SQL: a document is built and encoded in a thread.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import duckdb
+import grpc
+import msgspec
+
+from gpufleet import WIRE_VERSION, __version__
+from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
+from gpufleet_collector import documents, explain, inventory, sandbox
+from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
+from gpufleet_collector.findings import Policy
+from gpufleet_collector.inventory import Difference, InventoryError, Pinned
+from gpufleet_collector.store import LIVE, Store
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 10
+SNAPSHOT_MIN_S = 1.0
+SNAPSHOT_LOAD = 0.05
+"""Share of one core that keeping the status ready may take: a larger fleet has an older one."""
+
+SQL_AT_ONCE = 2
+"""Statements of people that run at once; others wait. Memory is shared with ingest."""
+
+Context = grpc.aio.ServicerContext[object, object]
+Made = TypeVar("Made")
+Build = Callable[[duckdb.DuckDBPyConnection, datetime], Document]
+
+
+_STATUS: Mapping[type[Exception], grpc.StatusCode] = {
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    Ambiguous: grpc.StatusCode.INVALID_ARGUMENT,
+    InventoryError: grpc.StatusCode.INVALID_ARGUMENT,
+    sandbox.Refused: grpc.StatusCode.INVALID_ARGUMENT,
+    sandbox.TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A status document that was built `built` (monotonic seconds) and is good until `until`."""
+
+    body: bytes
+    built: float
+    until: float
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Answers the CLI from the store.
+
+    Args:
+        store: Where everything is.
+        policies: How each rule's verdicts become findings (`Judge.policies`).
+        health: How the collector is, right now.
+        now: The collector's clock, naive UTC.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policies: Mapping[str, Policy],
+        health: Callable[[], Health],
+        now: Callable[[], datetime] = _now,
+    ) -> None:
+        self._store = store
+        self._headers = {name: explain.header(policy) for name, policy in policies.items()}
+        self._health = health
+        self._now = now
+        self._sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
+        self._snapshot: _Snapshot | None = None
+        self._changes = 0
+
+    async def keep_status_ready(self) -> None:
+        """Build the status again and again, so that whoever asks waits for no query; runs until cancelled.
+
+        A build that fails or hangs leaves no old answer standing: one is served for three rounds at most.
+        """
+        while True:
+            began, changes = time.monotonic(), self._changes
+            try:
+                body = await asyncio.to_thread(self._build, self._status)
+            except Exception as error:  # the store may be closed or broken; who asks is told so
+                log.debug("status: not ready: %s", error)
+                await asyncio.sleep(SNAPSHOT_MIN_S)
+                continue
+            took = time.monotonic() - began
+            pause = max(SNAPSHOT_MIN_S, took / SNAPSHOT_LOAD)
+            if changes == self._changes:
+                self._snapshot = _Snapshot(body, began, began + 3 * (pause + took))
+            await asyncio.sleep(pause)
+
+    async def GetVersion(
+        self, request: fleet_pb2.GetVersionRequest, context: Context
+    ) -> fleet_pb2.GetVersionResponse:
+        """Versions, readiness and the clock."""
+        health = self._health()
+        return fleet_pb2.GetVersionResponse(
+            version=__version__,
+            wire_version=WIRE_VERSION,
+            ready=health.ready,
+            reason=health.reason,
+            duckdb_version=duckdb.__version__,
+            now_us=int(self._now().replace(tzinfo=UTC).timestamp() * 1e6),
+        )
+
+    async def GetStatus(
+        self, request: fleet_pb2.GetStatusRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetStatusResponse]:
+        """Counters, open incidents, nodes; `snapshot_age_s` says how old the answer is."""
+        now, ready = time.monotonic(), self._snapshot
+        if ready is None or now > ready.until:
+            body = await self._try(context, lambda: self._build(self._status))
+            age = 0.0
+        else:
+            body, age = ready.body, now - ready.built
+        for part in _parts(b'{"snapshot_age_s":%.3f,%b' % (age, body.removeprefix(b"{"))):
+            yield fleet_pb2.GetStatusResponse(json=part)
+
+    def _status(self, read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+        return documents.status(read, now, __version__, self._health())
+
+    async def GetNode(
+        self, request: fleet_pb2.GetNodeRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetNodeResponse]:
+        """One node, or all."""
+        tables = {probe: tuple(columns) for probe, columns in self._store.tables.items()}
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            if not request.node:
+                return documents.node_list(read, now)
+            return documents.one_node(read, now, request.node, tables)
+
+        async for part in self._document(context, build):
+            yield fleet_pb2.GetNodeResponse(json=part)
+
+    async def GetGpu(
+        self, request: fleet_pb2.GetGpuRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetGpuResponse]:
+        """One card."""
+        async for part in self._document(
+            context, lambda read, now: documents.one_card(read, now, request.gpu)
+        ):
+            yield fleet_pb2.GetGpuResponse(json=part)
+
+    async def ListIncidents(
+        self, request: fleet_pb2.ListIncidentsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListIncidentsResponse]:
+        """Open incidents, or all."""
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            found = documents.incidents(read, now, open_only=not request.all)
+            return documents.document("IncidentList", now, found)
+
+        async for part in self._document(context, build):
+            yield fleet_pb2.ListIncidentsResponse(json=part)
+
+    async def GetIncident(
+        self, request: fleet_pb2.GetIncidentRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetIncidentResponse]:
+        """One incident."""
+        async for part in self._document(
+            context, lambda read, now: documents.one_incident(read, now, request.number)
+        ):
+            yield fleet_pb2.GetIncidentResponse(json=part)
+
+    async def ListInventory(
+        self, request: fleet_pb2.ListInventoryRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListInventoryResponse]:
+        """Expected beside seen."""
+        async for part in self._document(
+            context,
+            lambda read, now: documents.inventory_list(read, now, request.node, self._differences(now)),
+        ):
+            yield fleet_pb2.ListInventoryResponse(json=part)
+
+    async def DiffInventory(
+        self, request: fleet_pb2.DiffInventoryRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.DiffInventoryResponse]:
+        """Only what differs."""
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            found = documents.inventory_list(read, now, request.node, self._differences(now))
+            return documents.only_differences(found)
+
+        async for part in self._document(context, build):
+            yield fleet_pb2.DiffInventoryResponse(json=part)
+
+    async def AcceptInventory(
+        self, request: fleet_pb2.AcceptInventoryRequest, context: Context
+    ) -> fleet_pb2.AcceptInventoryResponse:
+        """Pin what is seen now."""
+
+        def work() -> Pinned:
+            nodes = list(request.nodes)
+            return inventory.accept(
+                self._store, nodes, request.author, request.reason, self._now(), context.peer()
+            )
+
+        done = await self._try(context, work)
+        self._forget_snapshot()
+        return fleet_pb2.AcceptInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
+
+    async def ImportInventory(
+        self, request: fleet_pb2.ImportInventoryRequest, context: Context
+    ) -> fleet_pb2.ImportInventoryResponse:
+        """Pin a delivery list."""
+
+        def work() -> Pinned:
+            return inventory.import_csv(
+                self._store, request.csv, request.baseline_csv, request.author, request.reason, self._now(),
+                context.peer(),
+            )  # fmt: skip
+
+        done = await self._try(context, work)
+        self._forget_snapshot()
+        return fleet_pb2.ImportInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
+
+    async def Explain(
+        self, request: fleet_pb2.ExplainRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ExplainResponse]:
+        """Why something is judged as it is."""
+        async for part in self._document(
+            context, lambda read, now: explain.explain(read, now, request.subject, self._headers)
+        ):
+            yield fleet_pb2.ExplainResponse(json=part)
+
+    async def RunSql(
+        self, request: fleet_pb2.RunSqlRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.RunSqlResponse]:
+        """One read-only SELECT. A caller that goes away stops it."""
+        cancelled = threading.Event()
+        timeout = request.timeout_s if math.isfinite(request.timeout_s) else 0.0
+
+        def work() -> sandbox.Answer:
+            return sandbox.run(self._store, request.sql, request.limit, timeout, cancelled)
+
+        try:
+            async with self._sql_slots:
+                answer = await self._try(context, work)
+        finally:
+            cancelled.set()
+        yield fleet_pb2.RunSqlResponse(
+            columns=answer.columns, types=answer.types, truncated=answer.truncated and not answer.chunks
+        )
+        for at, chunk in enumerate(answer.chunks, 1):
+            last = at == len(answer.chunks)
+            yield fleet_pb2.RunSqlResponse(rows_json=chunk, truncated=answer.truncated and last)
+
+    def _forget_snapshot(self) -> None:
+        """Whoever accepts and then looks must see it: also one that is being built now is too old."""
+        self._snapshot, self._changes = None, self._changes + 1
+
+    def _differences(self, now: datetime) -> Sequence[Difference]:
+        return inventory.diff(self._store, at=now)
+
+    async def _document(self, context: Context, build: Build) -> AsyncIterator[bytes]:
+        """Build a document in a thread and give it in pieces; an error becomes a status with one text."""
+        whole = await self._try(context, lambda: self._build(build))
+        for part in _parts(whole):
+            yield part
+
+    def _build(self, build: Build) -> bytes:
+        with self._store.reader(LIVE) as read:
+            return msgspec.json.encode(build(read, self._now()))
+
+    async def _try(self, context: Context, work: Callable[[], Made]) -> Made:
+        try:
+            return await asyncio.to_thread(work)
+        except tuple(_STATUS) as error:
+            await context.abort(_STATUS[type(error)], str(error))
+        except duckdb.Error as error:
+            log.warning("query failed: %s", error)
+            await context.abort(grpc.StatusCode.INTERNAL, f"the store could not answer: {first_line(error)}")
+        raise AssertionError("abort does not return")
+
+
+def _parts(whole: bytes) -> Iterator[bytes]:
+    for start in range(0, len(whole), CHUNK_BYTES):
+        yield whole[start : start + CHUNK_BYTES]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, at most 300 letters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,736 @@
+"""NVML's errors and oddities, played by a module that stands in for pynvml."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Protocol
+
+import pynvml
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpufleet.config import ConfigError
+from gpufleet.metric import Null, Reason
+from gpufleet_agent.drivers import DriverError, DriverGone, Gpu, Hung, Lost
+from gpufleet_agent.drivers import open as which_driver
+from gpufleet_agent.drivers.nvml import NvmlHost
+from gpufleet_agent.drivers.open import Simulated, open_host
+from gpufleet_agent.drivers.simulated import SimulatedHost
+from gpufleet_agent.drivers.sysfs import SysfsHost
+from gpufleet_agent.probe import run_probe
+from gpufleet_agent.probes import gpu as gpu_probe
+
+SUSPENDED = Null(Reason.NOT_READ, "suspended")
+
+
+class Clock(Protocol):
+    t: float
+
+    def __call__(self) -> float: ...
+
+
+class Tree(Protocol):
+    root: Path
+
+    def write(self, name: str, content: str | bytes) -> object: ...
+    def pci(self, address: str, **values: str | bytes) -> str: ...
+    def nvidia(self, address: str, uuid: str) -> None: ...
+
+
+class NvmlError(Exception):
+    """Like pynvml's: a value, and no hash."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def uuid(slot: int) -> str:
+    return f"GPU-00000000-0000-4000-8000-00000000000{slot:x}"
+
+
+def address(slot: int) -> str:
+    return f"0000:{slot + 16:02x}:00.0"
+
+
+class Array:
+    """Like an array of ctypes: a length and places, but no iterator."""
+
+    __iter__ = None
+
+    def __init__(self, values: list[object]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int) -> object:
+        return self.values[place]
+
+
+def field(number: int, value: int, kind: int = 3, code: int = 0) -> object:
+    """One answer of a batch, in the real binding's structure."""
+    made = pynvml.c_nvmlFieldValue_t()
+    made.fieldId, made.valueType, made.nvmlReturn = number, kind, code
+    setattr(made.value, ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[kind], value)
+    return made
+
+
+class Nvml:
+    """A driver with cards; `fail[name]` or `fail[name, slot]` is the code that a call answers with."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self.slots = list(range(slots))
+        self.fail: dict[str | tuple[str, int], int | Exception] = {}
+        self.says: dict[str, object] = {}
+        self.fields: dict[int, object] = {}
+        self.missing: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        self.times: list[float] = []
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if not name.startswith("nvml") or name in self.missing:
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: object) -> object:
+        self.calls[name] += 1
+        slot = self._slot(name, args)
+        trouble = self.fail.get((name, slot), self.fail.get(name))
+        if trouble is not None:
+            raise NvmlError(trouble) if isinstance(trouble, int) else trouble
+        if name in self.says:
+            return self.says[name]
+        if name == "nvmlDeviceGetFieldValues":
+            assert isinstance(args[1], list)
+            return Array([self.fields.get(one, field(one, 2_000_000_000)) for one in args[1]])
+        return {
+            "nvmlDeviceGetCount": len(self.slots),
+            "nvmlDeviceGetHandleByIndex": SimpleNamespace(slot=slot),
+            "nvmlDeviceGetHandleByPciBusId": SimpleNamespace(slot=slot),
+            "nvmlDeviceGetPciInfo": SimpleNamespace(busId=f"0000{address(slot).upper()}".encode()),
+            "nvmlDeviceGetUUID": uuid(slot),
+            **_ANSWERS,
+        }.get(name)
+
+    def _slot(self, name: str, args: tuple[object, ...]) -> int:
+        if name == "nvmlDeviceGetHandleByIndex":
+            assert isinstance(args[0], int)
+            return self.slots[args[0]]
+        if name == "nvmlDeviceGetHandleByPciBusId":
+            return int(str(args[0])[5:7], 16) - 16
+        return int(getattr(args[0], "slot", -1)) if args else -1
+
+
+_ANSWERS: dict[str, object] = {
+    "nvmlSystemGetDriverVersion": "570.133.20",
+    "nvmlSystemGetCudaDriverVersion_v2": 12080,
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=61),
+    "nvmlDeviceGetClockInfo": 1755,
+    "nvmlDeviceGetPowerUsage": 690_500,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=85_520_809_984, used=70_000_000_000, free=1),
+    "nvmlDeviceGetTemperatureV": 64,
+    "nvmlDeviceGetTemperature": 63,
+    "nvmlDeviceGetMarginTemperature": 23,
+    "nvmlDeviceGetPerformanceState": 0,
+    "nvmlDeviceGetCurrentClocksEventReasons": 4,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 6,
+    "nvmlDeviceGetTotalEnergyConsumption": 5_000_500,
+    "nvmlDeviceGetCurrPcieLinkGeneration": 5,
+    "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetCurrPcieLinkWidth": 16,
+    "nvmlDeviceGetMaxPcieLinkWidth": 16,
+    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
+    "nvmlDeviceGetSerial": "1650522000001",
+    "nvmlDeviceGetBoardPartNumber": "692-2G520-0200-000",
+    "nvmlDeviceGetVbiosVersion": "96.00.89.00.01",
+    "nvmlDeviceGetInforomImageVersion": "G520.0200.00.05",
+    "nvmlDeviceGetGspFirmwareVersion": b"570.133.20\x00",
+    "nvmlDeviceGetMinorNumber": 2,
+    "nvmlDeviceGetModuleId": 5,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetMaxCustomerBoostClock": 1980,
+    "nvmlDeviceGetMemoryBusWidth": 5120,
+    "nvmlDeviceGetArchitecture": 9,
+    "nvmlDeviceGetComputeRunningProcesses": [],
+}
+
+
+class Watch:
+    """A progress that remembers, and checks that calls do not nest."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.depth = 0
+
+    def enter(self, card: str, call: str) -> None:
+        assert self.depth == 0
+        self.depth = 1
+        self.calls.append((card, call))
+
+    def leave(self) -> None:
+        self.depth = 0
+
+
+@pytest.fixture
+def nvml(tree: Tree) -> Nvml:
+    for slot in range(4):
+        tree.pci(address(slot))
+        tree.nvidia(address(slot), uuid(slot))
+    return Nvml()
+
+
+@pytest.fixture
+def host(tree: Tree, nvml: Nvml, clock: Clock) -> NvmlHost:
+    return NvmlHost(tree.root, None, nvml, clock=clock)
+
+
+def sweep(host: NvmlHost) -> list[dict[str, object]]:
+    """The gpu probe's rows by metric name, NULLs as None."""
+    gpu_probe.tick(host)
+    run = run_probe("gpu", gpu_probe, host, pytest.fail)
+    assert run.error == ""
+    names = [metric.name for metric in gpu_probe.METRICS]
+    return [dict(zip(names, row, strict=True)) for row in run.rows]
+
+
+def states(host: NvmlHost) -> list[object]:
+    return [row["state"] for row in sweep(host)]
+
+
+def test_a_whole_row_in_our_units(host: NvmlHost) -> None:
+    row = sweep(host)[2]
+    assert row == {
+        "gpu_uuid": uuid(2),
+        "gpu_index": 2,
+        "pci": "0000:12:00.0",
+        "state": "ok",
+        **dict.fromkeys(("util_pct", "util_pct_min", "util_pct_p10"), 97.0),
+        **dict.fromkeys(("sm_clock_mhz", "sm_clock_mhz_min", "sm_clock_mhz_p10"), 1755.0),
+        **dict.fromkeys(("power_w", "power_w_min", "power_w_p10"), 690.5),
+        "power_limit_w": 700.0,
+        "mem_util_pct": 61.0,
+        "mem_clock_mhz": 1755.0,
+        "mem_used_bytes": 70_000_000_000,
+        "mem_total_bytes": 85_520_809_984,
+        "temperature_c": 64.0,
+        "temperature_margin_c": 23.0,
+        "mem_temperature_c": None,  # 2e9 degrees are not plausible
+        "pstate": 0,
+        "clock_reasons": 4,
+        "power_cap_s_total": 2.0,
+        "sw_thermal_s_total": 2.0,
+        "hw_thermal_s_total": 2.0,
+        "hw_brake_s_total": 2.0,
+        "energy_j_total": 5000.5,
+        "pcie_gen": 5,
+        "pcie_gen_max": 5,
+        "pcie_width": 16,
+        "pcie_width_max": 16,
+        "driver_epoch": 1,
+    }
+
+
+def test_identity(host: NvmlHost, nvml: Nvml) -> None:
+    assert host.gpus()[1].identity() == {
+        "uuid": uuid(1),
+        "pci": "0000:11:00.0",
+        "index": "1",
+        "model": "NVIDIA H100 80GB HBM3",
+        "serial": "1650522000001",
+        "part_number": "692-2G520-0200-000",
+        "vbios": "96.00.89.00.01",
+        "inforom": "G520.0200.00.05",
+        "gsp_firmware": "570.133.20",
+        "minor": "2",
+        "slot": "5",
+        "sm_clock_max_mhz": "1980",
+        "mem_clock_max_mhz": "1980",
+        "sm_clock_boost_mhz": "1980",
+        "pcie_gen_max": "5",
+        "pcie_gen_card_max": "5",
+        "pcie_width_max": "16",
+        "mem_bus_width_bits": "5120",
+        "power_limit_default_w": "700",
+        "mem_total_bytes": "85520809984",
+        "architecture": "Hopper",
+        "driver": "570.133.20",
+        "cuda": "12.8",
+    }
+    nvml.says = {
+        "nvmlDeviceGetSerial": "N/A",
+        "nvmlDeviceGetVbiosVersion": b"\xff\xfe96.00",
+        "nvmlDeviceGetArchitecture": 99,
+    }
+    nvml.fail = {
+        "nvmlDeviceGetBoardPartNumber": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        "nvmlDeviceGetModuleId": 3,
+    }
+    found = host.gpus()[0].identity()
+    assert not {"serial", "part_number", "slot"} & set(found)
+    assert (found["vbios"], found["architecture"]) == ("96.00", "newer (99)")
+
+
+def test_the_node_names_its_driver(host: NvmlHost) -> None:
+    assert host.node().attributes["driver"] == "NVIDIA driver not loaded"
+    host.gpus()
+    found = host.node().attributes
+    assert (found["driver"], found["driver_version"], found["cuda"]) == (
+        "NVIDIA 570.133.20",
+        "570.133.20",
+        "12.8",
+    )
+
+
+@pytest.mark.parametrize("code", [3, 13, 22, 24, 25, 26, 30])
+def test_what_a_card_does_not_have_is_asked_once(host: NvmlHost, nvml: Nvml, code: int) -> None:
+    nvml.fail["nvmlDeviceGetMarginTemperature"] = code
+    for _ in range(3):
+        row = host.gpus()[0].read("gpu")
+        assert row["temperature_margin_c"] == Null(Reason.NOT_SUPPORTED, f"NVML {code}")
+    assert nvml.calls["nvmlDeviceGetMarginTemperature"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (4, Reason.NO_PERMISSION),
+        (21, Reason.NOT_READ),
+        (2, Reason.FAILED),
+        (16, Reason.FAILED),
+        (999, Reason.FAILED),
+    ],
+)
+def test_one_sensor_in_trouble_is_one_null_and_is_asked_again(
+    host: NvmlHost, nvml: Nvml, code: int, reason: Reason
+) -> None:
+    nvml.fail["nvmlDeviceGetTotalEnergyConsumption", 1] = code
+    assert states(host) == ["ok"] * 4
+    row = host.gpus()[1].read("gpu")
+    assert row["energy_j_total"] == Null(reason, f"NVML {code}")
+    assert row["temperature_c"] == 64
+    nvml.fail.clear()
+    assert host.gpus()[1].read("gpu")["energy_j_total"] == 5000.5
+
+
+def test_old_and_new_drivers(host: NvmlHost, nvml: Nvml) -> None:
+    nvml.missing = {
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetTemperatureV",
+        "nvmlDeviceGetMarginTemperature",
+    }
+    nvml.fields = {number: field(number, 0, code=3) for number in (82, 269, 270, 271)}
+    row = host.gpus()[0].read("gpu")
+    assert (row["clock_reasons"], row["temperature_c"]) == (6, 63)
+    assert row["temperature_margin_c"] == Null(Reason.NOT_SUPPORTED, "NVML 13")
+    assert row["hw_thermal_s_total"] == Null(Reason.NOT_SUPPORTED, "NVML 3")
+    assert row["power_cap_s_total"] == 2.0
+
+
+def test_memory_falls_back_to_the_old_structure(host: NvmlHost, nvml: Nvml) -> None:
+    answer = nvml._call
+
+    def old(name: str, *args: object) -> object:
+        if name == "nvmlDeviceGetMemoryInfo" and len(args) > 1:
+            raise NvmlError(25)
+        return answer(name, *args)
+
+    nvml._call = old  # type: ignore[method-assign]
+    assert host.gpus()[0].read("gpu")["mem_used_bytes"] == 70_000_000_000
+
+
+@pytest.mark.parametrize("blank", [0xFFFFFFFF, 2**64 - 1, 2**63 - 1, 0x7FFFFFFFFFFFFFF0, 0x7FFFFFF0])
+def test_blanks_of_the_driver_are_no_values(host: NvmlHost, nvml: Nvml, blank: int) -> None:
+    numbers = (
+        "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTotalEnergyConsumption",
+        "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetCurrPcieLinkWidth",
+        "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetMarginTemperature",
+        "nvmlDeviceGetPerformanceState",
+    )  # fmt: skip
+    nvml.says = dict.fromkeys(numbers, blank)
+    nvml.says["nvmlDeviceGetMemoryInfo"] = SimpleNamespace(total=blank, used=blank)
+    nvml.says["nvmlDeviceGetUtilizationRates"] = SimpleNamespace(gpu=blank, memory=blank)
+    nvml.fields = {number: field(number, blank) for number in (74, 82, 269, 270, 271)}
+    row = sweep(host)[0]
+    known = {
+        "gpu_uuid",
+        "gpu_index",
+        "pci",
+        "state",
+        "driver_epoch",
+        "pcie_gen",
+        "pcie_gen_max",
+        "pcie_width_max",
+    }
+    values = {name for name, value in row.items() if value is not None}
+    # -1 degrees of margin and the blank look alike in 32 bits; a margin is believed
+    assert values - {"temperature_margin_c"} == known
+
+
+def test_a_negative_margin_is_a_margin(host: NvmlHost, nvml: Nvml) -> None:
+    for raw, margin in ((-3, -3), (2**32 - 3, -3)):
+        nvml.says["nvmlDeviceGetMarginTemperature"] = raw
+        assert host.gpus()[0].read("gpu")["temperature_margin_c"] == margin
+
+
+@pytest.mark.parametrize(("kind", "value"), [(0, 71.0), (1, 71), (2, 71), (3, 71), (4, 71), (5, 71), (6, 71)])
+def test_fields_are_read_by_their_type(host: NvmlHost, nvml: Nvml, kind: int, value: int) -> None:
+    nvml.fields = {82: field(82, value, kind)}
+    assert host.gpus()[0].read("gpu")["mem_temperature_c"] == 71
+
+
+def test_fields_of_a_type_nobody_knows_and_fields_that_do_not_come(host: NvmlHost, nvml: Nvml) -> None:
+    odd = pynvml.c_nvmlFieldValue_t()
+    odd.fieldId, odd.valueType = 82, 99
+    nvml.says["nvmlDeviceGetFieldValues"] = Array([odd, field(7, 1)])
+    row = host.gpus()[0].read("gpu")
+    assert row["mem_temperature_c"] == Null(Reason.FAILED, "type 99")
+    assert row["hw_brake_s_total"] == Null(Reason.NOT_READ)
+    nvml.says["nvmlDeviceGetFieldValues"] = None
+    assert host.gpus()[0].read("gpu")["mem_temperature_c"] == Null(Reason.NOT_READ)
+
+
+def test_a_card_split_by_mig_says_that_it_has_no_utilisation(host: NvmlHost, nvml: Nvml) -> None:
+    nvml.fail["nvmlDeviceGetUtilizationRates", 0] = 3
+    gpu_probe.tick(host)
+    row = host.gpus()[0].read("gpu")
+    assert row["util_pct"] == Null(Reason.NOT_SUPPORTED, "NVML 3")
+    assert "sm_clock_mhz" not in row  # the ring has it
+    first = sweep(host)[0]
+    assert (first["util_pct"], first["sm_clock_mhz"]) == (None, 1755)
+
+
+def test_an_unknown_p_state_is_none(host: NvmlHost, nvml: Nvml) -> None:
+    nvml.says["nvmlDeviceGetPerformanceState"] = 32
+    assert host.gpus()[0].read("gpu")["pstate"] == Null(Reason.NOT_READ, "unknown")
+
+
+# ---- cards that fall ----
+
+
+def test_B01_one_card_lost_in_the_middle_of_a_sweep(host: NvmlHost, nvml: Nvml, clock: Clock) -> None:
+    assert states(host) == ["ok"] * 4
+    for name in (
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetHandleByPciBusId",
+    ):
+        nvml.fail[name, 3] = 15
+    rows = sweep(host)
+    assert [row["state"] for row in rows] == ["ok", "ok", "ok", "lost"]
+    assert (rows[3]["gpu_uuid"], rows[3]["pci"], rows[3]["util_pct"]) == (uuid(3), address(3), None)
+    # the lost card is asked for now and then only; its handle alone, and the others go on
+    before = nvml.calls["nvmlDeviceGetHandleByPciBusId"]
+    for second in range(60):
+        clock.t = second
+        assert states(host) == ["ok", "ok", "ok", "lost"]
+    assert nvml.calls["nvmlDeviceGetHandleByPciBusId"] - before <= 6
+    assert nvml.calls["nvmlInit"] == 1
+    nvml.fail.clear()
+    clock.t = 80
+    assert states(host) == ["ok"] * 4
+
+
+def test_a_card_whose_handle_is_unknown_is_lost_by_another_name(host: NvmlHost, nvml: Nvml) -> None:
+    host.gpus()
+    nvml.fail = dict.fromkeys(
+        [("nvmlDeviceGetUtilizationRates", 1), ("nvmlDeviceGetHandleByPciBusId", 1)], 999
+    )
+    with pytest.raises(Lost) as caught:
+        host.gpus()[1].read("ring")
+    assert caught.value.code == "unknown_error"
+    assert nvml.calls["nvmlDeviceGetUtilizationRates"] == 2  # once more before believing it
+
+
+@pytest.mark.parametrize("step", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID"])
+@pytest.mark.parametrize("code", [15, 999, 8, 16])
+def test_a_card_that_fails_at_the_start_is_kept_as_lost(
+    host: NvmlHost, nvml: Nvml, step: str, code: int
+) -> None:
+    nvml.fail[step, 2] = code
+    rows = sweep(host)
+    assert [row["state"] for row in rows] == ["ok", "ok", "lost", "ok"]
+    assert (rows[2]["gpu_uuid"], rows[2]["pci"], rows[2]["gpu_index"]) == (uuid(2), address(2), 2)
+
+
+def test_a_lost_card_that_nobody_can_name_is_still_a_row(tree: Tree, clock: Clock) -> None:
+    nvml = Nvml(2)
+    nvml.fail["nvmlDeviceGetHandleByIndex", 1] = 15
+    rows = sweep(NvmlHost(tree.root, None, nvml, clock=clock))
+    assert [(row["state"], row["gpu_uuid"]) for row in rows] == [("ok", uuid(0)), ("lost", None)]
+
+
+def test_a_card_that_may_not_be_asked_is_not_lost(host: NvmlHost, nvml: Nvml) -> None:
+    nvml.fail["nvmlDeviceGetHandleByIndex", 2] = 4
+    assert states(host) == ["ok"] * 4
+    row = host.gpus()[2].read("gpu")
+    assert set(row.values()) == {Null(Reason.NO_PERMISSION, "NVML 4")}
+
+
+def test_a_skipped_card_is_not_touched(tree: Tree, nvml: Nvml, clock: Clock) -> None:
+    watch = Watch()
+    host = NvmlHost(tree.root, watch, nvml, skip=[address(1)], clock=clock)
+    rows = sweep(host)
+    assert [(row["state"], row["gpu_uuid"]) for row in rows] == [
+        ("ok", uuid(0)), ("hung", uuid(1)), ("ok", uuid(2)), ("ok", uuid(3)),
+    ]  # fmt: skip
+    assert not [call for call in watch.calls if call[0] == address(1)]
+    with pytest.raises(Hung):
+        host.gpus()[1].identity()
+
+
+def test_a_suspended_card_is_not_woken(tree: Tree, nvml: Nvml, clock: Clock) -> None:
+    host = NvmlHost(tree.root, None, nvml, clock=clock)
+    host.gpus()
+    home = f"sys/bus/pci/devices/{address(0)}/power/runtime_status"
+    tree.write(home, "suspended\n")
+    before = nvml.calls.total()
+    row = host.gpus()[0].read("gpu")
+    assert set(row.values()) == {SUSPENDED}
+    assert set(host.gpus()[0].read("ring").values()) == {SUSPENDED}
+    assert nvml.calls.total() == before
+
+
+# ---- drivers that go ----
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        (9, "driver_not_loaded"),
+        (12, "no_library"),
+        (4, "no_permission"),
+        (17, "no_permission"),
+        (18, "driver_mismatch"),
+        (999, "driver_failed"),
+        (28, "driver_failed"),
+    ],
+)
+def test_B05_no_driver_with_and_without_cards_on_the_bus(
+    tree: Tree,
+    host: NvmlHost,
+    nvml: Nvml,
+    clock: Clock,
+    tmp_path_factory: pytest.TempPathFactory,
+    code: int,
+    word: str,
+) -> None:
+    nvml.fail["nvmlInit"] = code
+    with pytest.raises(DriverGone) as caught:
+        host.gpus()
+    assert caught.value.code == word
+    assert run_probe("gpu", gpu_probe, host, pytest.fail).error == word
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "sys/devices").mkdir(parents=True)
+    empty = NvmlHost(bare, None, nvml, clock=clock)
+    if code == 18:
+        with pytest.raises(DriverGone):
+            empty.gpus()
+    else:
+        assert empty.gpus() == ()
+        assert run_probe("gpu", gpu_probe, empty, pytest.fail).error == ""
+
+
+def test_the_library_is_tried_again_ever_more_rarely_until_it_answers(
+    host: NvmlHost, nvml: Nvml, clock: Clock
+) -> None:
+    nvml.fail["nvmlInit"] = 9
+    tries = []
+    for second in range(200):
+        clock.t = second
+        before = nvml.calls["nvmlInit"]
+        with pytest.raises(DriverGone):
+            host.gpus()
+        if nvml.calls["nvmlInit"] > before:
+            tries.append(second)
+    assert tries == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    assert host.epoch == 0
+    nvml.fail.clear()
+    clock.t = 300
+    assert states(host) == ["ok"] * 4
+    assert host.epoch == 1
+
+
+def test_B03_after_a_driver_reload_indices_shift_and_identities_do_not(
+    tree: Tree, host: NvmlHost, nvml: Nvml, clock: Clock
+) -> None:
+    before = [(gpu.index, gpu.uuid) for gpu in host.gpus()]
+    old = host.gpus()[0]
+    nvml.slots.remove(1)
+    tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  575.1.2  Tue\n")
+    clock.t = 31
+    after = [(gpu.index, gpu.uuid, gpu.pci) for gpu in host.gpus()]
+    assert before == [(slot, uuid(slot)) for slot in range(4)]
+    assert after == [(index, uuid(slot), address(slot)) for index, slot in enumerate((0, 2, 3))]
+    assert (host.epoch, nvml.calls["nvmlShutdown"], nvml.calls["nvmlInit"]) == (2, 1, 2)
+    assert host.gpus()[0] is not old
+
+
+@pytest.mark.parametrize("code", [1, 9, 18])
+def test_a_driver_that_goes_under_our_feet_is_initialised_anew(
+    host: NvmlHost, nvml: Nvml, clock: Clock, code: int
+) -> None:
+    assert states(host) == ["ok"] * 4
+    nvml.fail["nvmlDeviceGetUtilizationRates", 1] = code
+    with pytest.raises(DriverGone):
+        gpu_probe.tick(host)
+    assert run_probe("gpu", gpu_probe, host, pytest.fail).error in (
+        "driver_not_loaded",
+        "driver_mismatch",
+        "driver_failed",
+    )
+    nvml.fail.clear()
+    clock.t = 5
+    assert states(host) == ["ok"] * 4
+    assert host.epoch == 2
+
+
+def test_handles_are_kept_between_sweeps(host: NvmlHost, nvml: Nvml, clock: Clock) -> None:
+    for second in range(100):
+        clock.t = second
+        sweep(host)
+    assert nvml.calls["nvmlInit"] == 1
+    assert nvml.calls["nvmlDeviceGetHandleByIndex"] == 4
+    assert nvml.calls["nvmlDeviceGetHandleByPciBusId"] == 0
+
+
+def test_B07_every_call_is_announced_with_its_card(tree: Tree, nvml: Nvml, clock: Clock) -> None:
+    watch = Watch()
+    host = NvmlHost(tree.root, watch, nvml, clock=clock)
+    nvml.fail["nvmlDeviceGetMarginTemperature"] = 3
+    nvml.fail["nvmlDeviceGetClockInfo", 2] = 15
+    nvml.fail["nvmlDeviceGetName"] = ValueError("odd")
+    sweep(host)
+    host.gpus()[0].identity()
+    host.processes()
+    assert watch.depth == 0
+    assert len(watch.calls) == nvml.calls.total()
+    hosts = {call for card, call in watch.calls if card == ""}
+    assert hosts == {
+        "nvmlInit",
+        "nvmlDeviceGetCount",
+        "nvmlSystemGetDriverVersion",
+        "nvmlSystemGetCudaDriverVersion_v2",
+    }
+    assert {card for card, _ in watch.calls} == {"", *(address(slot) for slot in range(4))}
+
+
+def test_processes(host: NvmlHost, nvml: Nvml) -> None:
+    nvml.says["nvmlDeviceGetComputeRunningProcesses"] = [
+        SimpleNamespace(pid=4711, usedGpuMemory=1 << 30),
+        SimpleNamespace(pid=4712, usedGpuMemory=None),
+        SimpleNamespace(pid=0xFFFFFFFF, usedGpuMemory=1),
+    ]
+    nvml.fail["nvmlDeviceGetComputeRunningProcesses", 1] = 15
+    nvml.fail["nvmlDeviceGetComputeRunningProcesses", 2] = 3
+    found = {(one.pid, one.pci, one.mem_used_bytes) for one in host.processes()}
+    assert found == {
+        (pid, address(slot), used) for slot in (0, 3) for pid, used in ((4711, 1 << 30), (4712, None))
+    }
+
+
+_CALLS = [
+    *sorted(_ANSWERS), "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByPciBusId",
+    "nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID", "nvmlDeviceGetFieldValues", "nvmlInit", "nvmlShutdown",
+]  # fmt: skip
+_TROUBLE = st.one_of(
+    st.integers(1, 30), st.just(999), st.sampled_from([TypeError("x"), ValueError("x"), AttributeError("x")])
+)
+_ODD = st.one_of(
+    st.none(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.integers(-1, 2**64),
+    st.just([None]),
+    st.floats(),
+)
+
+
+@given(
+    fail=st.dictionaries(st.tuples(st.sampled_from(_CALLS), st.integers(-1, 3)), _TROUBLE, max_size=6),
+    says=st.dictionaries(st.sampled_from(_CALLS), _ODD, max_size=4),
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_library_says_no_other_error_comes_out(
+    tree: Tree, clock: Clock, fail: dict[tuple[str, int], int | Exception], says: dict[str, object]
+) -> None:
+    nvml = Nvml()
+    nvml.fail.update(fail)
+    nvml.says = says
+    host = NvmlHost(tree.root, Watch(), nvml, clock=clock)
+    for second in (0, 1, 2, 15, 40):
+        clock.t = second
+        for ask in (host.gpus, host.processes, host.node):
+            try:
+                ask()
+            except DriverError:
+                continue
+        try:
+            gpus = host.gpus()
+        except DriverError:
+            continue
+        for gpu in gpus:
+            for read in (partial(gpu.read, "ring"), partial(gpu.read, "gpu"), gpu.identity):
+                try:
+                    read()
+                except DriverError:
+                    continue
+        run = run_probe("gpu", gpu_probe, host, pytest.fail)
+        assert run.error in (
+            "",
+            "driver_not_loaded",
+            "no_library",
+            "driver_mismatch",
+            "no_permission",
+            "driver_failed",
+        )
+
+
+# ---- which driver ----
+
+
+def _is_lost(gpu: Gpu) -> bool:
+    try:
+        gpu.read("ring")
+    except Lost:
+        return True
+    return False
+
+
+def test_open_host(tree: Tree, scenarios: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tree.root
+    loads = {"libnvidia-ml.so.1": False}
+    monkeypatch.setattr(which_driver, "_library_loads", lambda: loads["libnvidia-ml.so.1"])
+    assert type(open_host("none", root)) is SysfsHost
+    assert type(open_host("auto", root)) is SysfsHost
+    assert type(open_host("nvml", root)) is NvmlHost
+    loads["libnvidia-ml.so.1"] = True
+    assert type(open_host("auto", root)) is NvmlHost
+    loads["libnvidia-ml.so.1"] = False
+    tree.pci("0000:1b:00.0")
+    assert type(open_host("auto", root)) is NvmlHost
+    assert type(open_host("none", root)) is SysfsHost
+    which = Simulated(scenarios / "three-faults.toml", "gpu-002", time.time_ns() // 1000 - 40_000_000)
+    played = open_host("simulated", root, None, which)
+    assert isinstance(played, SimulatedHost)
+    assert played.hang == "block"
+    assert [gpu.index for gpu in played.gpus() if _is_lost(gpu)] == [5]  # 40 seconds in, by either clock
+    mono = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+    early = open_host("simulated", root, None, replace(which, started_mono_us=mono))
+    assert not [gpu.index for gpu in early.gpus() if _is_lost(gpu)]
+    with pytest.raises(ConfigError, match="no node 'gpu-9' in it"):
+        open_host("simulated", root, None, replace(which, node="gpu-9"))
+    with pytest.raises(ValueError, match="use one of auto, nvml, simulated, none"):
+        open_host("cuda")
+    with pytest.raises(ValueError, match="which scenario"):
+        open_host("simulated")

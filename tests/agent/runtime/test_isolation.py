@@ -1,0 +1,375 @@
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpufleet.event import Event
+from gpufleet_agent.child import Child
+from gpufleet_agent.config import Sampling
+from gpufleet_agent.episodes import Episodes
+from gpufleet_agent.guard import HostSettings, SimulatedNode
+from gpufleet_agent.isolation import Isolation
+from gpufleet_agent.pipe import Message
+from gpufleet_agent.probe import Sweep, mono_us, wall_us
+from gpufleet_agent.probes import gpu
+
+PROBES = {"gpu": 0.3, "host": 0.3, "pci": 0.3}
+NAMES = [metric.name for metric in gpu.METRICS]
+
+# A sampler whose driver does what a test says: the real program around another `open_host`.
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from gpufleet_agent import guard, sampler
+from gpufleet_agent.drivers import open as opener
+
+plan = {plan!r}
+flag = Path({flag!r})
+
+def open_host(driver, root, progress, simulated, skip):
+    if driver == "none":
+        return opener.open_host("none", root)
+    if plan == "init" and not flag.exists():
+        progress.enter("", "nvmlInit")
+        time.sleep(600)
+    if plan == "silent" and not flag.exists():
+        time.sleep(600)
+    host = opener.open_host("simulated", root, progress, simulated, skip)
+    cards = host.gpus()
+    real = host.gpus
+    def gpus():
+        if plan == "list" and not flag.exists():
+            progress.enter("", "nvmlDeviceGetCount")
+            time.sleep(600)
+        if plan == "segv" and cards[3].pci not in skip and not flag.exists():
+            progress.enter(cards[3].pci, "nvmlDeviceGetTemperature")
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if plan == "touch" and not flag.exists():
+            progress.enter(cards[3].pci, "nvmlDeviceGetHandleByIndex")
+            time.sleep(600)
+        return real()
+    host.gpus = gpus
+    if plan == "bus":
+        def pci_devices():
+            progress.enter(cards[1].pci, "config")
+            time.sleep(600)
+        host.pci_devices = pci_devices
+    if plan == "exit":
+        os._exit(7)
+    if plan == "garbage":
+        os.write(int(os.environ["OUT"]), b"this is no frame at all, but long enough to be taken for one")
+        time.sleep(600)
+    return host
+
+guard.open_host = open_host
+os.environ["OUT"] = str(os.dup(1))
+sampler.main()
+"""
+
+
+class Stage:
+    """An Isolation with real children, and what it reported."""
+
+    def __init__(
+        self, tmp: Path, scenario: Path, plan: str = "", retry_s: float = 0.8, saved: str = ""
+    ) -> None:
+        self.flag = tmp / "flag"
+        self.sweeps: list[tuple[float, Sweep]] = []
+        self.events: list[Event] = []
+        self.saved = saved
+        command: tuple[str, ...] = (sys.executable, "-P", "-m", "gpufleet_agent.sampler")
+        if plan:
+            program = tmp / "child.py"
+            program.write_text(CHILD.format(plan=plan, flag=str(self.flag)))
+            command = (sys.executable, str(program))
+        self.episodes = Episodes("boot", saved, self.save, retry_s, 10.0)
+        node = SimulatedNode(
+            scenario=str(scenario), node="gpu-a01", started_us=wall_us(), started_mono_us=mono_us()
+        )
+        self.isolation = Isolation(
+            HostSettings(driver="auto" if plan == "init" else "simulated", simulated=node),
+            PROBES,
+            Sampling(deadline_s=0.5, retry_s=retry_s, retry_max_s=10.0),
+            self.episodes,
+            self.take,
+            self.events.append,
+            command,
+            restart_s=0.05,
+        )
+
+    def save(self, text: str) -> None:
+        self.saved = text
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Sweep):
+            self.sweeps.append((time.monotonic(), message))
+            if message.probe == "gpu":
+                self.events += self.episodes.see_gpus(message)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    def states(self) -> list[object]:
+        newest = [sweep for _, sweep in self.sweeps if sweep.probe == "gpu" and not sweep.error]
+        return [row[NAMES.index("state")] for row in newest[-1].rows] if newest else []
+
+    def count(self, probe: str) -> int:
+        return sum(sweep.probe == probe for _, sweep in self.sweeps)
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.isolation.check()
+                await asyncio.sleep(0.05)
+
+    async def for_s(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        await self.until(lambda: time.monotonic() > end)
+
+    async def more(self, probe: str, count: int = 3) -> None:
+        wanted = self.count(probe) + count
+        await self.until(lambda: self.count(probe) >= wanted)
+
+
+def children() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
+
+
+def play(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        try:
+            await work(stage)
+        finally:
+            await stage.isolation.stop()
+
+    asyncio.run(run())
+    assert children() == []
+
+
+def test_B07_one_hung_card_costs_its_process_and_nothing_else(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=5, at=1.2, until=6.0)))
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: "driver_hung" in stage.kinds())
+        began = time.monotonic()
+        await stage.until(lambda: stage.states() == ["ok"] * 5 + ["hung"] + ["ok"] * 2)
+        before = [at for at, sweep in stage.sweeps if sweep.probe == "gpu" and at < began]
+        after = [at for at, sweep in stage.sweeps if sweep.probe == "gpu" and at > began]
+        # deadline + two intervals, with generous room for a busy machine
+        assert after[0] - before[-1] < 0.5 + 2 * 0.3 + 3.0
+        await stage.more("host")
+        assert len(stage.isolation.stuck) <= 1
+        await stage.until(lambda: "driver_recovered" in stage.kinds())
+        await stage.until(lambda: stage.states() == ["ok"] * 8)
+        await stage.for_s(0.5)
+        assert len(children()) == 1
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung", "driver_recovered"]
+    hung = stage.events[0]
+    assert hung.entity.startswith("gpu:GPU-")
+    assert '"call": "temperature"' in hung.detail
+    assert '"pci": "0000:' in hung.detail
+
+
+def test_B07_a_process_that_cannot_be_killed_stays_the_only_one(
+    tmp_path: Path, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=2)), retry_s=0.3)
+    kill = Child.kill
+    monkeypatch.setattr(Child, "kill", lambda self: None)
+    monkeypatch.setattr(
+        Child, "abandon", lambda self: self._stop_hearing()
+    )  # its commands stay open: it stays
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.isolation.stuck)
+        stuck = list(stage.isolation.stuck)
+        await stage.for_s(2.0)  # several retry intervals
+        assert stage.isolation.stuck == stuck
+        assert len(children()) == 2  # the stuck one and the sampler
+        monkeypatch.setattr(Child, "kill", kill)
+        monkeypatch.undo()
+        os.kill(stuck[0], signal.SIGKILL)
+        await stage.until(lambda: stage.isolation.stuck != stuck)
+        await stage.for_s(2.5)  # now it is tried again, and hangs again
+        assert len(stage.isolation.stuck) <= 1
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung"]
+    assert stage.states() == ["ok", "ok", "hung"] + ["ok"] * 5
+
+
+def test_B07_two_hung_cards_are_two_episodes(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=0) + kit.hang(gpu=7)), retry_s=60.0)
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.states() == ["hung"] + ["ok"] * 6 + ["hung"])
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung", "driver_hung"]
+    assert len({event.detail.split('"call"')[0] for event in stage.events}) == 2
+
+
+def test_an_episode_outlives_a_restart_of_the_agent(tmp_path: Path, kit: Any) -> None:
+    scenario = kit.scenario(kit.hang(gpu=1))
+    first = Stage(tmp_path, scenario, retry_s=60.0)
+
+    async def until_hung(stage: Stage) -> None:
+        await stage.until(lambda: "hung" in stage.states())
+
+    play(first, until_hung)
+    assert first.kinds() == ["driver_hung"]
+    second = Stage(tmp_path, scenario, retry_s=60.0, saved=first.saved)
+    play(second, until_hung)
+    assert second.kinds() == []
+    assert second.isolation.restarts_total == 0
+
+
+@pytest.mark.parametrize("plan", ["init", "list"])
+def test_a_hang_for_no_single_card_leaves_the_rest_going(tmp_path: Path, kit: Any, plan: str) -> None:
+    stage = Stage(tmp_path, kit.scenario(), plan)
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: "driver_hung" in stage.kinds())
+        await stage.more("host")
+        await stage.more("pci")
+        errors = [sweep.error for _, sweep in stage.sweeps if sweep.probe == "gpu"]
+        assert set(errors) <= {"", "hung"}
+        stage.flag.touch()
+        await stage.until(lambda: "driver_recovered" in stage.kinds())
+        await stage.until(lambda: stage.states() == ["ok"] * 8)
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung", "driver_recovered"]
+    assert stage.events[0].entity == "node:"
+    assert '"pci": ""' in stage.events[0].detail
+    assert "nvml" in stage.events[0].code
+
+
+def test_a_card_that_hangs_in_the_list_of_cards_takes_the_driver_along_but_not_the_host(
+    tmp_path: Path, kit: Any
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "touch", retry_s=60.0)
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.kinds().count("driver_hung") == 2)
+        await stage.more("host")
+        await stage.more("gpu")
+        assert len(children()) <= 3
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung", "driver_hung"]
+    assert [sweep.error for _, sweep in stage.sweeps if sweep.probe == "gpu"][-1] == "hung"
+
+
+def test_a_hang_of_the_bus_probe_leaves_cards_and_host_going(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "bus", retry_s=60.0)
+
+    async def work(stage: Stage) -> None:
+        await stage.more("host", 6)
+        await stage.for_s(2.5)
+        starts = stage.isolation.restarts_total
+        await stage.for_s(1.2)
+        assert stage.isolation.restarts_total == starts  # it came to rest
+        await stage.more("host")
+
+    play(stage, work)
+    assert set(stage.kinds()) == {"driver_hung"}
+
+
+def test_a_crash_in_a_driver_call_is_named_and_at_the_second_time_its_card_is_left_alone(
+    tmp_path: Path, kit: Any
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "segv")
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.states() == ["ok"] * 3 + ["hung"] + ["ok"] * 4)
+        stage.flag.touch()
+        await stage.until(lambda: "driver_recovered" in stage.kinds())
+        await stage.until(lambda: stage.states() == ["ok"] * 8)
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_crashed", "driver_crashed", "driver_recovered"]
+    assert '"signal": 11' in stage.events[0].detail
+    assert stage.events[0].code == "nvmlDeviceGetTemperature"
+
+
+@pytest.mark.parametrize("plan", ["exit", "garbage"])
+def test_a_sampler_that_is_no_use_is_started_again_ever_more_slowly(
+    tmp_path: Path, kit: Any, plan: str
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(), plan)
+    times: list[float] = []
+
+    async def work(stage: Stage) -> None:
+        seen = 0
+        while len(times) < 4:
+            await stage.until(lambda seen=seen: len(stage.events) > seen)  # type: ignore[misc]
+            seen = len(stage.events)
+            times.append(time.monotonic())
+
+    play(stage, work)
+    assert set(stage.kinds()) == {"sampler_restarted"}
+    assert stage.isolation.restarts_total >= 4
+    assert times[3] - times[2] > 0.15  # 0.05, 0.1, 0.2 between them
+
+
+def test_killing_the_sampler_again_and_again_loses_nothing_that_was_sent_and_leaks_nothing(
+    tmp_path: Path, kit: Any
+) -> None:
+    stage = Stage(tmp_path, kit.scenario())
+
+    async def work(stage: Stage) -> None:
+        await stage.more("gpu")
+        files = len(os.listdir("/proc/self/fd"))
+        for kill in range(20):
+            stage.isolation._ends = 0  # the back-off is another test
+            pid = stage.isolation.pids[0]
+            os.kill(pid, signal.SIGKILL if kill % 2 else signal.SIGTERM)
+            await stage.until(lambda pid=pid: stage.isolation.pids not in ([], [pid]))  # type: ignore[misc]
+            await stage.for_s(0.02 * kill)
+        await stage.more("gpu")
+        assert stage.states() == ["ok"] * 8
+        assert len(children()) == 1
+        assert len(os.listdir("/proc/self/fd")) == files
+
+    play(stage, work)
+    assert len(stage.events) == 20
+    assert set(stage.kinds()) <= {"sampler_restarted", "driver_crashed"}
+    stamps = [sweep.mono_us for _, sweep in stage.sweeps if sweep.probe == "gpu"]
+    assert stamps == sorted(set(stamps))
+
+
+def test_what_a_child_sent_before_it_died_is_heard(tmp_path: Path) -> None:
+    program = tmp_path / "child.py"
+    program.write_text(
+        "import os, signal\n"
+        "from gpufleet_agent.pipe import send\n"
+        "from gpufleet_agent.probe import Sweep\n"
+        "for at in range(300): send(1, Sweep('host', at, at, 0.0, '', [], []))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    heard: list[Message] = []
+
+    async def run() -> None:
+        child = Child.start((sys.executable, str(program)), lambda fd: HostSettings(), heard.append)
+        assert await child.wait(30)
+        assert child.code == -signal.SIGKILL
+        child.progress.close()
+
+    asyncio.run(run())
+    assert len(heard) == 300

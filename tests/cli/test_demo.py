@@ -1,0 +1,217 @@
+"""The demo: its expectations, its real processes, and what is left when it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gpufleet_agent import scenario
+from gpufleet_cli.demo import check, stage
+from gpufleet_cli.errors import FleetError
+from gpufleet_cli.main import fleet
+
+SHIPPED = stage.shipped("scenario.toml")
+RULES = ("gpu_missing", "gpu_downclocked", "bandwidth_regression", "agent_silent")
+
+
+def test_the_command_expects_what_the_agent_plays() -> None:
+    """The command reads the scenario by itself; it must mean the same faults and cards as the player."""
+    played = scenario.load(SHIPPED)
+    mine = check.expected(SHIPPED, played.inventory_csv().encode())
+    theirs = played.faults_expected()
+    assert [(one.node, one.entity, one.kind, one.at, one.rule, one.within_s) for one in mine] == [
+        (one.node, one.entity, one.kind, one.at, one.rule, one.within_s) for one in theirs
+    ]
+    assert {one.rule for one in mine} == set(RULES)
+    assert max(one.at + one.within_s for one in mine) <= 120
+
+
+@pytest.mark.parametrize("gpu", ["3", "[1, 3]", '"*"'])
+def test_hostlists_patterns_and_several_cards(tmp_path: Path, gpu: str) -> None:
+    path = tmp_path / "scenario.toml"
+    path.write_text(
+        '[fleet]\nnodes = "a[01-03],b1"\ngpus = 4\n'
+        f'[[fault]]\nnode = "a*,b1"\ngpu = {gpu}\nkind = "card_lost"\nat = 2\n'
+        'expect = { rule = "gpu_missing", within_s = 9 }\n'
+        '[[fault]]\nnode = "a[01-02]"\nkind = "agent_stopped"\n'
+        'expect = { rule = "agent_silent", within_s = 9 }\n'
+    )
+    played = scenario.load(path)
+    mine = check.expected(path, played.inventory_csv().encode())
+    assert [(one.node, one.entity) for one in mine] == [
+        (one.node, one.entity) for one in played.faults_expected()
+    ]
+
+
+START = datetime(2026, 11, 30, 12)
+
+
+def looked(
+    monkeypatch: pytest.MonkeyPatch, findings: Sequence[Mapping[str, object]], seconds: float
+) -> check.Outcome:
+    faults = [
+        check.Fault("a", "gpu:1", "a/0", "card_lost", 10, "gpu_missing", 20),
+        check.Fault("b", "node:", "b", "agent_stopped", 30, "agent_silent", 20),
+    ]
+    looking = check.Check(None, faults, seconds)  # type: ignore[arg-type]
+    began = [{"at": START.isoformat() + "Z"}]
+    monkeypatch.setattr(looking, "_rows", lambda query: began if "min(ts)" in query else list(findings))
+    looking.look()
+    return looking.outcome
+
+
+def finding(rule: str, node: str, entity: str, at: float) -> dict[str, object]:
+    fired = START + timedelta(seconds=at)
+    return {"rule": rule, "node": node, "entity": entity, "fired_at": fired.isoformat() + "Z", "reason": "x"}
+
+
+GOOD = [finding("gpu_missing", "a", "gpu:1", 18), finding("agent_silent", "b", "node:", 44)]
+
+
+def test_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = looked(monkeypatch, GOOD, 100)
+    assert outcome.passed
+    assert [fault.delay_s for fault in outcome.faults] == [8, 14]
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdicts", "pages"),
+    [
+        (GOOD[:1], ["found", "missed"], 0),
+        ([GOOD[0], finding("agent_silent", "b", "node:", 51)], ["found", "late"], 0),
+        ([*GOOD, finding("gpu_missing", "a", "gpu:2", 20)], ["found", "found"], 1),  # another card
+        ([*GOOD, finding("gpu_downclocked", "a", "gpu:1", 20)], ["found", "found"], 1),  # another rule
+        ([*GOOD[:1], finding("agent_silent", "c", "node:", 44)], ["found", "missed"], 1),  # another node
+        ([finding("gpu_missing", "a", "gpu:1", 5), GOOD[1]], ["missed", "found"], 1),  # before the fault
+    ],
+)
+def test_what_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, findings: list[dict[str, object]], verdicts: list[str], pages: int
+) -> None:
+    outcome = looked(monkeypatch, findings, 100)
+    assert not outcome.passed
+    assert [fault.verdict for fault in outcome.faults] == verdicts
+    assert len(outcome.false_pages) == pages
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_disabled_rule_is_disabled_in_valid_toml(rule: str) -> None:
+    import tomllib
+
+    text = stage._configuration([rule, "clock_skew"])
+    found = tomllib.loads(text)["rule"]
+    assert found[rule]["enabled"] is False
+    assert found["clock_skew"]["enabled"] is False
+    assert "enabled" not in next(found[other] for other in RULES if other != rule)
+
+
+def test_a_rule_name_is_no_toml() -> None:
+    with pytest.raises(FleetError):
+        stage._configuration(["x]\n[tls"])
+
+
+def test_a_wrong_scenario_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.toml"
+    path.write_text("[fleet]\nnodes = 0\n")
+    result = CliRunner().invoke(fleet, ["demo", "--scenario", str(path)])
+    assert result.exit_code == 1
+    assert "fleet.nodes" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_rule_that_does_not_exist_is_one_line() -> None:
+    result = CliRunner().invoke(fleet, ["demo", "--disable-rule", "gpu_mising"])
+    assert result.exit_code == 1
+    assert "gpu_mising" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def start(*words: str, tmp: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpufleet_cli.main", "demo", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp)},
+    )  # fmt: skip
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for task in tasks for word in task.read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_it_ends(tmp_path: Path, number: int) -> None:
+    demo = start(tmp=tmp_path)
+    try:
+        assert demo.stdout is not None
+        first = demo.stdout.readline()
+        found = re.search(r"GPUFLEET_SERVER=(127\.0\.0\.1:\d+)", first)
+        assert found, first
+        children = children_of(demo.pid)
+        assert len(children) == 2
+        assert list(tmp_path.iterdir())
+        result = CliRunner().invoke(fleet, ["--server", found[1], "status", "-o", "json"])
+        assert json.loads(result.output)["gpus"]["expected"] == 60
+        demo.send_signal(number)
+        _, complaint = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 0, complaint
+    assert complaint == ""
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_whose_collector_dies_says_so(tmp_path: Path) -> None:
+    demo = start("--check", tmp=tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while len(children := children_of(demo.pid)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(children[0], signal.SIGKILL)
+        _, complaint = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 1
+    assert "the demo's collector ended with status -9" in complaint
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_scripted_fault_is_flagged_and_nothing_else(tmp_path: Path) -> None:
+    demo = start("--check", "-o", "json", tmp=tmp_path)
+    try:
+        out, complaint = demo.communicate(timeout=240)
+    finally:
+        demo.kill()
+    assert demo.returncode == 0, out + complaint
+    document = json.loads(out)
+    assert document["passed"]
+    assert document["false_pages"] == []
+    assert {item["result"] for item in document["items"]} == {"found"}
+    assert document["seconds"] <= 120
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_its_rule_a_fault_is_missed(tmp_path: Path) -> None:
+    demo = start("--check", "--disable-rule", "bandwidth_regression", "-o", "json", tmp=tmp_path)
+    try:
+        out, complaint = demo.communicate(timeout=240)
+    finally:
+        demo.kill()
+    assert demo.returncode == 1, complaint
+    results = {item["rule"]: item["result"] for item in json.loads(out)["items"]}
+    assert results.pop("bandwidth_regression") == "missed"
+    assert set(results.values()) == {"found"}
