@@ -63,6 +63,7 @@ class Incidents:
         self._next = 1
         self._changed: dict[int, Incident] = {}
         self._log: list[Entry] = []
+        self._noted_at = datetime.min
         self.moved: dict[int, Finding] = {}
         """Findings that another incident took over since the last `save`; their rows change too."""
 
@@ -223,7 +224,10 @@ class Incidents:
         self._changed[incident.number] = incident
 
     def _note(self, incident: Incident, as_of: datetime, what: str, finding: int | None, text: str) -> None:
-        self._log.append(Entry(incident.number, as_of, what, finding, text))
+        # a microsecond apart, so that sorting by time keeps the order of what one pass notes
+        at = max(as_of, self._noted_at + timedelta(microseconds=1))
+        self._noted_at = at
+        self._log.append(Entry(incident.number, at, what, finding, text))
         self._touch(incident, as_of)
 
 
