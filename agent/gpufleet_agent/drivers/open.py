@@ -66,7 +66,8 @@ def open_host(
 
         return NvmlHost(root, progress, skip=skip)
     if driver in ("auto", "none"):
-        return SysfsHost(root)
+        # "none" is also what is left when the driver as a whole hangs
+        return SysfsHost(root, ask_driver=driver == "auto")
     raise ValueError(f"driver {driver!r}: use one of {', '.join(DRIVERS)}")
 
 
