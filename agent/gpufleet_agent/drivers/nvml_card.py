@@ -4,6 +4,7 @@ Every answer is a value, a Null, or one of the errors of the host interface; wha
 binding raises ends here.
 """
 
+import ctypes
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -147,9 +148,10 @@ class Card:
             return self.ask(older, *args)
         return found
 
-    def filled(self, name: str, struct: object) -> object:
+    def filled(self, name: str, struct: ctypes.Structure) -> object:
         """A structure that the function fills, or a Null."""
-        answer = self.ask(name, struct, key=f"{name} {type(struct).__name__}")
+        # the binding hands it on as it is, and by value it would arrive as a wild pointer
+        answer = self.ask(name, ctypes.pointer(struct), key=f"{name} {type(struct).__name__}")
         return answer if isinstance(answer, Null) else struct
 
     def fields(self, wanted: Iterable[Field]) -> dict[str, Cell]:

@@ -44,6 +44,10 @@ class Nvml(Protocol):
     def field(self, number: int, value: float, kind: int = 3, code: int = 0) -> object: ...
 
 
+class Pointer(Protocol):
+    contents: object
+
+
 class Tree(Protocol):
     def write(self, name: str, content: str | bytes) -> object: ...
 
@@ -71,16 +75,16 @@ def test_every_column_is_read(host: NvmlHost) -> None:
 
 
 def test_a_healthy_hopper(host: NvmlHost, nvml: Nvml) -> None:
-    def sram(_: object, status: object) -> None:
+    def sram(_: object, status: Pointer) -> None:
         for name, value in (
             ("volatileCor", 1), ("volatileUncParity", 2), ("volatileUncSecDed", 3), ("aggregateCor", 4),
             ("aggregateUncParity", 5), ("aggregateUncSecDed", 6), ("bThresholdExceeded", 1),
         ):  # fmt: skip
-            setattr(status, name, value)
+            setattr(status.contents, name, value)
 
-    def fabric(_: object, info: object) -> None:
+    def fabric(_: object, info: Pointer) -> None:
         for name, value in (("state", 3), ("status", 0), ("healthMask", 0x51AA), ("healthSummary", 1)):
-            setattr(info, name, value)
+            setattr(info.contents, name, value)
 
     nvml.says |= {"nvmlDeviceGetSramEccErrorStatus": sram, "nvmlDeviceGetGpuFabricInfoV": fabric}
     row = cells(host)
@@ -200,12 +204,12 @@ def test_what_is_for_root_alone_says_so_and_the_counters_are_read(
 
 
 def test_the_older_fabric_structure(host: NvmlHost, nvml: Nvml) -> None:
-    def old(_: object, info: object) -> None:
-        if hasattr(info, "healthSummary"):
+    def old(_: object, info: Pointer) -> None:
+        if hasattr(info.contents, "healthSummary"):
             error = RuntimeError("version")
             error.value = 25  # type: ignore[attr-defined]
             raise error
-        setattr(info, "state", 2)  # noqa: B010
+        setattr(info.contents, "state", 2)  # noqa: B010
 
     nvml.says["nvmlDeviceGetGpuFabricInfoV"] = old
     row = cells(host)
