@@ -92,11 +92,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that holds a card."""
+    """An entry of a driver's list of processes that hold a card.
+
+    Attributes:
+        pid: As the driver says it.
+        pci: The card.
+        mem_used_bytes: What it holds there; None = unknown.
+        suspect: Why the entry cannot be as it says: `no_such_pid`, `memory`; empty when it can. The card is
+            in use all the same.
+    """
 
     pid: int
     pci: str
     mem_used_bytes: int | None
+    suspect: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def open_host(
     if driver == "amdgpu" or (driver == "auto" and amdgpu.on_host(root)):
         hosts.append(amdgpu.AmdHost(root, progress, skip=skip))
     if not hosts:
-        return SysfsHost(root)
+        # "none" is also what is left when the driver as a whole hangs
+        return SysfsHost(root, ask_driver=driver == "auto")
     return hosts[0] if len(hosts) == 1 else CompositeHost(hosts)
 
 

@@ -1,5 +1,6 @@
 """NVML's errors and oddities, played by a module that stands in for pynvml."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from gpufleet.config import ConfigError
 from gpufleet.metric import Null, Reason
 from gpufleet_agent.drivers import DriverError, DriverGone, Gpu, Hung, Lost
+from gpufleet_agent.drivers import nvml as nvml_module
 from gpufleet_agent.drivers import open as which_driver
 from gpufleet_agent.drivers.nvml import NvmlHost
 from gpufleet_agent.drivers.open import Simulated, open_host
@@ -42,14 +44,19 @@ class Tree(Protocol):
     def nvidia(self, address: str, uuid: str) -> None: ...
 
 
-class NvmlError(Exception):
-    """Like pynvml's: a value, and no hash."""
+class Nvml(Protocol):
+    """conftest.py has it."""
 
-    def __init__(self, value: int) -> None:
-        super().__init__(value)
-        self.value = value
+    slots: list[int]
+    fail: dict[str | tuple[str, int], int | Exception]
+    says: dict[str | tuple[str, int], object]
+    fields: dict[int | tuple[int, int], object]
+    missing: set[str]
+    calls: Counter[str]
+    answers: dict[str, object]
 
-    __hash__ = None  # type: ignore[assignment]
+    def field(self, number: int, value: float, kind: int = 3, code: int = 0) -> object: ...
+    def array(self, values: list[object]) -> object: ...
 
 
 def uuid(slot: int) -> str:
@@ -58,112 +65,6 @@ def uuid(slot: int) -> str:
 
 def address(slot: int) -> str:
     return f"0000:{slot + 16:02x}:00.0"
-
-
-class Array:
-    """Like an array of ctypes: a length and places, but no iterator."""
-
-    __iter__ = None
-
-    def __init__(self, values: list[object]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, place: int) -> object:
-        return self.values[place]
-
-
-def field(number: int, value: int, kind: int = 3, code: int = 0) -> object:
-    """One answer of a batch, in the real binding's structure."""
-    made = pynvml.c_nvmlFieldValue_t()
-    made.fieldId, made.valueType, made.nvmlReturn = number, kind, code
-    setattr(made.value, ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[kind], value)
-    return made
-
-
-class Nvml:
-    """A driver with cards; `fail[name]` or `fail[name, slot]` is the code that a call answers with."""
-
-    def __init__(self, slots: int = 4) -> None:
-        self.slots = list(range(slots))
-        self.fail: dict[str | tuple[str, int], int | Exception] = {}
-        self.says: dict[str, object] = {}
-        self.fields: dict[int, object] = {}
-        self.missing: set[str] = set()
-        self.calls: Counter[str] = Counter()
-        self.times: list[float] = []
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        if not name.startswith("nvml") or name in self.missing:
-            raise AttributeError(name)
-        return partial(self._call, name)
-
-    def _call(self, name: str, *args: object) -> object:
-        self.calls[name] += 1
-        slot = self._slot(name, args)
-        trouble = self.fail.get((name, slot), self.fail.get(name))
-        if trouble is not None:
-            raise NvmlError(trouble) if isinstance(trouble, int) else trouble
-        if name in self.says:
-            return self.says[name]
-        if name == "nvmlDeviceGetFieldValues":
-            assert isinstance(args[1], list)
-            return Array([self.fields.get(one, field(one, 2_000_000_000)) for one in args[1]])
-        return {
-            "nvmlDeviceGetCount": len(self.slots),
-            "nvmlDeviceGetHandleByIndex": SimpleNamespace(slot=slot),
-            "nvmlDeviceGetHandleByPciBusId": SimpleNamespace(slot=slot),
-            "nvmlDeviceGetPciInfo": SimpleNamespace(busId=f"0000{address(slot).upper()}".encode()),
-            "nvmlDeviceGetUUID": uuid(slot),
-            **_ANSWERS,
-        }.get(name)
-
-    def _slot(self, name: str, args: tuple[object, ...]) -> int:
-        if name == "nvmlDeviceGetHandleByIndex":
-            assert isinstance(args[0], int)
-            return self.slots[args[0]]
-        if name == "nvmlDeviceGetHandleByPciBusId":
-            return int(str(args[0])[5:7], 16) - 16
-        return int(getattr(args[0], "slot", -1)) if args else -1
-
-
-_ANSWERS: dict[str, object] = {
-    "nvmlSystemGetDriverVersion": "570.133.20",
-    "nvmlSystemGetCudaDriverVersion_v2": 12080,
-    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=61),
-    "nvmlDeviceGetClockInfo": 1755,
-    "nvmlDeviceGetPowerUsage": 690_500,
-    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
-    "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
-    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=85_520_809_984, used=70_000_000_000, free=1),
-    "nvmlDeviceGetTemperatureV": 64,
-    "nvmlDeviceGetTemperature": 63,
-    "nvmlDeviceGetMarginTemperature": 23,
-    "nvmlDeviceGetPerformanceState": 0,
-    "nvmlDeviceGetCurrentClocksEventReasons": 4,
-    "nvmlDeviceGetCurrentClocksThrottleReasons": 6,
-    "nvmlDeviceGetTotalEnergyConsumption": 5_000_500,
-    "nvmlDeviceGetCurrPcieLinkGeneration": 5,
-    "nvmlDeviceGetMaxPcieLinkGeneration": 5,
-    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 5,
-    "nvmlDeviceGetCurrPcieLinkWidth": 16,
-    "nvmlDeviceGetMaxPcieLinkWidth": 16,
-    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
-    "nvmlDeviceGetSerial": "1650522000001",
-    "nvmlDeviceGetBoardPartNumber": "692-2G520-0200-000",
-    "nvmlDeviceGetVbiosVersion": "96.00.89.00.01",
-    "nvmlDeviceGetInforomImageVersion": "G520.0200.00.05",
-    "nvmlDeviceGetGspFirmwareVersion": b"570.133.20\x00",
-    "nvmlDeviceGetMinorNumber": 2,
-    "nvmlDeviceGetModuleId": 5,
-    "nvmlDeviceGetMaxClockInfo": 1980,
-    "nvmlDeviceGetMaxCustomerBoostClock": 1980,
-    "nvmlDeviceGetMemoryBusWidth": 5120,
-    "nvmlDeviceGetArchitecture": 9,
-    "nvmlDeviceGetComputeRunningProcesses": [],
-}
 
 
 class Watch:
@@ -180,19 +81,6 @@ class Watch:
 
     def leave(self) -> None:
         self.depth = 0
-
-
-@pytest.fixture
-def nvml(tree: Tree) -> Nvml:
-    for slot in range(4):
-        tree.pci(address(slot))
-        tree.nvidia(address(slot), uuid(slot))
-    return Nvml()
-
-
-@pytest.fixture
-def host(tree: Tree, nvml: Nvml, clock: Clock) -> NvmlHost:
-    return NvmlHost(tree.root, None, nvml, clock=clock)
 
 
 def sweep(host: NvmlHost) -> list[dict[str, object]]:
@@ -229,6 +117,7 @@ def test_a_whole_row_in_our_units(host: NvmlHost) -> None:
         "pstate": 0,
         "clock_reasons": 4,
         "power_cap_s_total": 2.0,
+        "sync_boost_s_total": 2.0,
         "sw_thermal_s_total": 2.0,
         "hw_thermal_s_total": 2.0,
         "hw_brake_s_total": 2.0,
@@ -266,19 +155,31 @@ def test_identity(host: NvmlHost, nvml: Nvml) -> None:
         "architecture": "Hopper",
         "driver": "570.133.20",
         "cuda": "12.8",
+        "nvml": "12.570.133.20",
+        "device_id": "2330",
+        "card_kind": "datacenter",
+        "form_factor": "sxm5",
+        "nvlinks": "18",
+        "from_catalogue": "nvlinks",
+        "virtualization": "passthrough",
+        "inforom_state": "ok",
+        "inforom_checksum": "305419896",
+        "pdi": "0123456789abcdef",
     }
     nvml.says = {
         "nvmlDeviceGetSerial": "N/A",
         "nvmlDeviceGetVbiosVersion": b"\xff\xfe96.00",
-        "nvmlDeviceGetArchitecture": 99,
     }
     nvml.fail = {
         "nvmlDeviceGetBoardPartNumber": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
         "nvmlDeviceGetModuleId": 3,
     }
     found = host.gpus()[0].identity()
-    assert not {"serial", "part_number", "slot"} & set(found)
-    assert (found["vbios"], found["architecture"]) == ("96.00", "newer (99)")
+    assert not {"serial", "slot"} & set(found)
+    assert found["part_number"] == "\\xff"
+    assert (found["vbios"], found["architecture"]) == ("\\xff\\xfe96.00", "Hopper")
+    nvml.says["nvmlDeviceGetArchitecture"] = 99
+    assert host.gpus()[2].identity()["architecture"] == "newer (99)"
 
 
 def test_the_node_names_its_driver(host: NvmlHost) -> None:
@@ -329,7 +230,7 @@ def test_old_and_new_drivers(host: NvmlHost, nvml: Nvml) -> None:
         "nvmlDeviceGetTemperatureV",
         "nvmlDeviceGetMarginTemperature",
     }
-    nvml.fields = {number: field(number, 0, code=3) for number in (82, 269, 270, 271)}
+    nvml.fields = {number: nvml.field(number, 0, code=3) for number in (82, 269, 270, 271)}
     row = host.gpus()[0].read("gpu")
     assert (row["clock_reasons"], row["temperature_c"]) == (6, 63)
     assert row["temperature_margin_c"] == Null(Reason.NOT_SUPPORTED, "NVML 13")
@@ -338,14 +239,7 @@ def test_old_and_new_drivers(host: NvmlHost, nvml: Nvml) -> None:
 
 
 def test_memory_falls_back_to_the_old_structure(host: NvmlHost, nvml: Nvml) -> None:
-    answer = nvml._call
-
-    def old(name: str, *args: object) -> object:
-        if name == "nvmlDeviceGetMemoryInfo" and len(args) > 1:
-            raise NvmlError(25)
-        return answer(name, *args)
-
-    nvml._call = old  # type: ignore[method-assign]
+    nvml.fail["nvmlDeviceGetMemoryInfo_v2"] = 25
     assert host.gpus()[0].read("gpu")["mem_used_bytes"] == 70_000_000_000
 
 
@@ -358,9 +252,9 @@ def test_blanks_of_the_driver_are_no_values(host: NvmlHost, nvml: Nvml, blank: i
         "nvmlDeviceGetPerformanceState",
     )  # fmt: skip
     nvml.says = dict.fromkeys(numbers, blank)
-    nvml.says["nvmlDeviceGetMemoryInfo"] = SimpleNamespace(total=blank, used=blank)
+    nvml.says["nvmlDeviceGetMemoryInfo_v2"] = SimpleNamespace(total=blank, used=blank)
     nvml.says["nvmlDeviceGetUtilizationRates"] = SimpleNamespace(gpu=blank, memory=blank)
-    nvml.fields = {number: field(number, blank) for number in (74, 82, 269, 270, 271)}
+    nvml.fields = {number: nvml.field(number, blank) for number in (74, 75, 76, 82, 269, 270, 271)}
     row = sweep(host)[0]
     known = {
         "gpu_uuid",
@@ -385,14 +279,14 @@ def test_a_negative_margin_is_a_margin(host: NvmlHost, nvml: Nvml) -> None:
 
 @pytest.mark.parametrize(("kind", "value"), [(0, 71.0), (1, 71), (2, 71), (3, 71), (4, 71), (5, 71), (6, 71)])
 def test_fields_are_read_by_their_type(host: NvmlHost, nvml: Nvml, kind: int, value: int) -> None:
-    nvml.fields = {82: field(82, value, kind)}
+    nvml.fields = {82: nvml.field(82, value, kind)}
     assert host.gpus()[0].read("gpu")["mem_temperature_c"] == 71
 
 
 def test_fields_of_a_type_nobody_knows_and_fields_that_do_not_come(host: NvmlHost, nvml: Nvml) -> None:
     odd = pynvml.c_nvmlFieldValue_t()
     odd.fieldId, odd.valueType = 82, 99
-    nvml.says["nvmlDeviceGetFieldValues"] = Array([odd, field(7, 1)])
+    nvml.says["nvmlDeviceGetFieldValues"] = nvml.array([odd, nvml.field(7, 1)])
     row = host.gpus()[0].read("gpu")
     assert row["mem_temperature_c"] == Null(Reason.FAILED, "type 99")
     assert row["hw_brake_s_total"] == Null(Reason.NOT_READ)
@@ -441,30 +335,67 @@ def test_B01_one_card_lost_in_the_middle_of_a_sweep(host: NvmlHost, nvml: Nvml, 
     assert states(host) == ["ok"] * 4
 
 
-def test_a_card_whose_handle_is_unknown_is_lost_by_another_name(host: NvmlHost, nvml: Nvml) -> None:
+def test_an_unknown_error_is_suspected_loss_and_loss_when_it_stays(
+    host: NvmlHost, nvml: Nvml, clock: Clock
+) -> None:
     host.gpus()
     nvml.fail = dict.fromkeys(
         [("nvmlDeviceGetUtilizationRates", 1), ("nvmlDeviceGetHandleByPciBusId", 1)], 999
     )
+    row = host.gpus()[1].read("ring")
+    # the bus still sees it; what was read before stays
+    assert row["util_pct"] == row["sm_clock_mhz"] == Null(Reason.FAILED, "NVML 999")
+    assert row["power_w"] == 690.5
+    assert nvml.calls["nvmlDeviceGetUtilizationRates"] == 2  # once more before believing it
+    assert states(host) == ["ok"] * 4
+    clock.t = 2.5
     with pytest.raises(Lost) as caught:
         host.gpus()[1].read("ring")
     assert caught.value.code == "unknown_error"
-    assert nvml.calls["nvmlDeviceGetUtilizationRates"] == 2  # once more before believing it
+    assert states(host) == ["ok", "lost", "ok", "ok"]
+    nvml.fail.clear()
+    clock.t = 20
+    assert states(host) == ["ok"] * 4
+
+
+@pytest.mark.parametrize("gone", ["all ones", "absent", "width 63"])
+def test_an_unknown_error_is_loss_at_once_when_the_bus_agrees(
+    tree: Tree, host: NvmlHost, nvml: Nvml, gone: str
+) -> None:
+    host.gpus()
+    device = tree.root / f"sys/bus/pci/devices/{address(1)}"
+    if gone == "absent":
+        device.unlink()
+    elif gone == "all ones":
+        (device / "config").write_bytes(b"\xff" * 64)
+    else:
+        (device / "current_link_width").write_text("63\n")
+    nvml.fail = {("nvmlDeviceGetUtilizationRates", 1): 999}  # the handle itself is still given out
+    with pytest.raises(Lost) as caught:
+        host.gpus()[1].read("ring")
+    assert caught.value.code == "fallen_off_bus"
+    assert states(host) == ["ok", "lost", "ok", "ok"]
 
 
 @pytest.mark.parametrize("step", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID"])
 @pytest.mark.parametrize("code", [15, 999, 8, 16])
 def test_a_card_that_fails_at_the_start_is_kept_as_lost(
-    host: NvmlHost, nvml: Nvml, step: str, code: int
+    host: NvmlHost, nvml: Nvml, clock: Clock, step: str, code: int
 ) -> None:
     nvml.fail[step, 2] = code
+    if code == 999:
+        nvml.fail["nvmlDeviceGetHandleByPciBusId", 2] = 999
+        assert states(host) == ["ok"] * 4  # suspected only: the bus sees it
+        clock.t = 3
     rows = sweep(host)
     assert [row["state"] for row in rows] == ["ok", "ok", "lost", "ok"]
     assert (rows[2]["gpu_uuid"], rows[2]["pci"], rows[2]["gpu_index"]) == (uuid(2), address(2), 2)
 
 
-def test_a_lost_card_that_nobody_can_name_is_still_a_row(tree: Tree, clock: Clock) -> None:
-    nvml = Nvml(2)
+def test_a_lost_card_that_nobody_can_name_is_still_a_row(
+    tree: Tree, clock: Clock, make_nvml: Callable[[int], Nvml]
+) -> None:
+    nvml = make_nvml(2)
     nvml.fail["nvmlDeviceGetHandleByIndex", 1] = 15
     rows = sweep(NvmlHost(tree.root, None, nvml, clock=clock))
     assert [(row["state"], row["gpu_uuid"]) for row in rows] == [("ok", uuid(0)), ("lost", None)]
@@ -482,7 +413,7 @@ def test_a_skipped_card_is_not_touched(tree: Tree, nvml: Nvml, clock: Clock) -> 
     host = NvmlHost(tree.root, watch, nvml, skip=[address(1)], clock=clock)
     rows = sweep(host)
     assert [(row["state"], row["gpu_uuid"]) for row in rows] == [
-        ("ok", uuid(0)), ("hung", uuid(1)), ("ok", uuid(2)), ("ok", uuid(3)),
+        ("ok", uuid(0)), ("hung", None), ("ok", uuid(2)), ("ok", uuid(3)),
     ]  # fmt: skip
     assert not [call for call in watch.calls if call[0] == address(1)]
     with pytest.raises(Hung):
@@ -614,35 +545,39 @@ def test_B07_every_call_is_announced_with_its_card(tree: Tree, nvml: Nvml, clock
     host.gpus()[0].identity()
     host.processes()
     assert watch.depth == 0
-    assert len(watch.calls) == nvml.calls.total()
+    assert len([call for _, call in watch.calls if call.startswith("nvml")]) == nvml.calls.total()
     hosts = {call for card, call in watch.calls if card == ""}
     assert hosts == {
         "nvmlInit",
         "nvmlDeviceGetCount",
         "nvmlSystemGetDriverVersion",
         "nvmlSystemGetCudaDriverVersion_v2",
+        "nvmlSystemGetNVMLVersion",
     }
     assert {card for card, _ in watch.calls} == {"", *(address(slot) for slot in range(4))}
 
 
-def test_processes(host: NvmlHost, nvml: Nvml) -> None:
-    nvml.says["nvmlDeviceGetComputeRunningProcesses"] = [
+def test_processes(tree: Tree, host: NvmlHost, nvml: Nvml) -> None:
+    for pid in (4711, 4712):
+        tree.write(f"proc/{pid}/stat", "")
+    nvml.says["nvmlDeviceGetComputeRunningProcesses_v3"] = [
         SimpleNamespace(pid=4711, usedGpuMemory=1 << 30),
         SimpleNamespace(pid=4712, usedGpuMemory=None),
-        SimpleNamespace(pid=0xFFFFFFFF, usedGpuMemory=1),
     ]
-    nvml.fail["nvmlDeviceGetComputeRunningProcesses", 1] = 15
-    nvml.fail["nvmlDeviceGetComputeRunningProcesses", 2] = 3
+    nvml.fail["nvmlDeviceGetComputeRunningProcesses_v3", 1] = 15
+    nvml.fail["nvmlDeviceGetComputeRunningProcesses_v3", 2] = 3
+    nvml.fail["nvmlDeviceGetComputeRunningProcesses_v2", 2] = 3
     found = {(one.pid, one.pci, one.mem_used_bytes) for one in host.processes()}
+    assert not any(one.suspect for one in host.processes())
     assert found == {
         (pid, address(slot), used) for slot in (0, 3) for pid, used in ((4711, 1 << 30), (4712, None))
     }
 
 
-_CALLS = [
-    *sorted(_ANSWERS), "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByPciBusId",
-    "nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID", "nvmlDeviceGetFieldValues", "nvmlInit", "nvmlShutdown",
-]  # fmt: skip
+_SOURCES = (
+    Path(nvml_module.__file__).parent / name for name in ("nvml.py", "nvml_card.py", "nvml_health.py")
+)
+_CALLS = sorted(set(re.findall(r'"(nvml[A-Z]\w+)"', "".join(path.read_text() for path in _SOURCES))))
 _TROUBLE = st.one_of(
     st.integers(1, 30), st.just(999), st.sampled_from([TypeError("x"), ValueError("x"), AttributeError("x")])
 )
@@ -660,13 +595,17 @@ _ODD = st.one_of(
     fail=st.dictionaries(st.tuples(st.sampled_from(_CALLS), st.integers(-1, 3)), _TROUBLE, max_size=6),
     says=st.dictionaries(st.sampled_from(_CALLS), _ODD, max_size=4),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_library_says_no_other_error_comes_out(
-    tree: Tree, clock: Clock, fail: dict[tuple[str, int], int | Exception], says: dict[str, object]
+    tree: Tree,
+    clock: Clock,
+    make_nvml: Callable[[int], Nvml],
+    fail: dict[tuple[str, int], int | Exception],
+    says: dict[str, object],
 ) -> None:
-    nvml = Nvml()
+    nvml = make_nvml(4)
     nvml.fail.update(fail)
-    nvml.says = says
+    nvml.says.update(says)
     host = NvmlHost(tree.root, Watch(), nvml, clock=clock)
     for second in (0, 1, 2, 15, 40):
         clock.t = second
@@ -680,7 +619,12 @@ def test_whatever_the_library_says_no_other_error_comes_out(
         except DriverError:
             continue
         for gpu in gpus:
-            for read in (partial(gpu.read, "ring"), partial(gpu.read, "gpu"), gpu.identity):
+            for read in (
+                partial(gpu.read, "ring"),
+                partial(gpu.read, "gpu"),
+                partial(gpu.read, "gpu_health"),
+                gpu.identity,
+            ):
                 try:
                     read()
                 except DriverError:
