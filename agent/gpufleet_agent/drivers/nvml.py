@@ -222,9 +222,7 @@ class NvmlGpu:
         if missing:
             now = self._read_ring()
             for name in missing:
-                row[name] = now[name]
-                if isinstance(now[name], Null):
-                    row |= {f"{name}_min": now[name], f"{name}_p10": now[name]}
+                row |= {f"{name}{end}": now[name] for end in ("", "_min", "_p10")}
         return row
 
     def _read_health(self) -> dict[str, Cell]:
