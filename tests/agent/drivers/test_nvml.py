@@ -422,13 +422,18 @@ def test_a_skipped_card_is_not_touched(tree: Tree, nvml: Nvml, clock: Clock) -> 
 
 def test_a_suspended_card_is_not_woken(tree: Tree, nvml: Nvml, clock: Clock) -> None:
     host = NvmlHost(tree.root, None, nvml, clock=clock)
-    host.gpus()
+    known = host.gpus()[0].identity()
     home = f"sys/bus/pci/devices/{address(0)}/power/runtime_status"
     tree.write(home, "suspended\n")
     before = nvml.calls.total()
     row = host.gpus()[0].read("gpu")
     assert set(row.values()) == {SUSPENDED}
     assert set(host.gpus()[0].read("ring").values()) == {SUSPENDED}
+    assert set(host.gpus()[0].read("gpu_health").values()) == {SUSPENDED}
+    assert host.gpus()[0].identity() == known
+    tree.write(f"sys/bus/pci/devices/{address(1)}/power/runtime_status", "suspended\n")
+    with pytest.raises(DriverError, match="sleeps"):
+        host.gpus()[1].identity()
     assert nvml.calls.total() == before
 
 
