@@ -92,6 +92,7 @@ class NvmlGpu:
         self._asked_kind = False
         self._architecture = 0
         self._inforom = ""
+        self._identity: dict[str, str] = {}
         self._inforom_at = -_DAY_S
 
     def identity(self) -> Mapping[str, str]:
@@ -99,7 +100,12 @@ class NvmlGpu:
 
         Raises:
             Lost, Hung: This card does not answer.
+            DriverError: It sleeps, and nothing is known of it yet.
         """
+        if self._host.sysfs.runtime_status(self.pci) == "suspended":
+            if not self._identity:
+                raise DriverError("suspended", f"{self.pci} sleeps")
+            return self._identity
         self.card.refused()
         ask = self.card.ask
         found: dict[str, str] = {"uuid": self.uuid, "pci": self.pci, "index": str(self.index)}
@@ -120,7 +126,8 @@ class NvmlGpu:
         found["pdi"] = f"{pdi:016x}" if isinstance(pdi, int) and pdi else ""
         found["inforom_state"] = self._checked_inforom()
         found |= self._place() | self._catalogued(found) | self._host.versions()
-        return {name: text for name, text in found.items() if text}
+        self._identity = {name: text for name, text in found.items() if text}
+        return self._identity
 
     def read(self, group: str) -> Row:
         """The metrics of "ring", "gpu" or "gpu_health"; nothing for a group that is not read here.
@@ -222,9 +229,7 @@ class NvmlGpu:
         if missing:
             now = self._read_ring()
             for name in missing:
-                row[name] = now[name]
-                if isinstance(now[name], Null):
-                    row |= {f"{name}_min": now[name], f"{name}_p10": now[name]}
+                row |= {f"{name}{end}": now[name] for end in ("", "_min", "_p10")}
         return row
 
     def _read_health(self) -> dict[str, Cell]:

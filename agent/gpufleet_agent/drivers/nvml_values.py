@@ -132,7 +132,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, Null):
         return ""
     letters = str(value)[:256].strip()
-    text = "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in letters)
+    text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in letters)
     return "" if text.lower() in _NO_TEXT else text
 
 

@@ -128,9 +128,7 @@ class SimulatedGpu:
         row = self._gpu(phase, t)
         for name, cell in self._ring(phase, t).items():
             if not self.ring.values.get(name):
-                row[name] = cell
-                if isinstance(cell, Null):
-                    row |= {f"{name}_min": cell, f"{name}_p10": cell}
+                row |= {f"{name}{end}": cell for end in ("", "_min", "_p10")}
         return row
 
     def answer(self, call: str) -> CardPhase:
