@@ -124,18 +124,11 @@ class Supervisor:
         self._hellos = 0
         self._sender_mark: tuple[object, ...] = ()
         self._sender_moved = time.monotonic()
-        limits = config.sampler
-        self.episodes = Episodes(
-            identity.boot_id,
-            spool.get_meta("episodes"),
-            lambda text: spool.set_meta("episodes", text),
-            limits.retry_s,
-            limits.retry_max_s,
-        )
+        self.episodes = self._take_up_episodes()
         self.isolation = Isolation(
             host,
             {name: config.probe(name).every_s for name in PROBES if config.probe(name).enabled},
-            limits,
+            config.sampler,
             self.episodes,
             self._take,
             self.report,
@@ -163,6 +156,16 @@ class Supervisor:
             "seal": self._seal_if_due,
             "status": self._tell_status,
         }
+
+    def _take_up_episodes(self) -> Episodes:
+        """What was hung or lost when the agent last ran."""
+        return Episodes(
+            self.identity.boot_id,
+            self.spool.get_meta("episodes"),
+            lambda text: self.spool.set_meta("episodes", text),
+            self.config.sampler.retry_s,
+            self.config.sampler.retry_max_s,
+        )
 
     # ---- life
 
