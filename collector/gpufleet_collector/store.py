@@ -96,7 +96,7 @@ class Store:
         self.tables: dict[str, dict[str, Type]] = {}
         """Probe tables and their columns (without HEAD)."""
         self.reserved: frozenset[str] = frozenset()
-        """Tables of our own, which no probe may be named like."""
+        """Tables and views of our own, which no probe may be named like."""
 
     @classmethod
     def open(cls, path: Path | None) -> "Store":
@@ -136,7 +136,8 @@ class Store:
             found = write.execute(
                 "SELECT table_name FROM information_schema.tables WHERE table_schema = 'live'"
             ).fetchall()
-            self.reserved = frozenset(name for (name,) in found) - self.tables.keys()
+            own = {name for (name,) in found} - self.tables.keys()
+            self.reserved = frozenset(own | _names("views"))
         self.checkpoint()
         for setting in _SEALED:
             self._connection.execute(f"SET GLOBAL {setting}")
@@ -272,8 +273,8 @@ class Store:
             self.broken = "closed"
 
 
-_TAKEN_PREFIXES = ("fleet_", "duckdb_", "pg_", "sqlite_")
-"""Names of views for people and of the engine's own tables."""
+_TAKEN_PREFIXES = ("fleet_", "limits_", "duckdb_", "pg_", "sqlite_")
+"""Names of views for people and for rules, and of the engine's own tables."""
 
 _DAMAGED = (
     "Corrupt",
@@ -353,11 +354,12 @@ def _gave_up(error: BaseException) -> bool:
 
 def _scripts(folder: str) -> list[str]:
     here = resources.files("gpufleet_collector") / "sql" / folder
-    return [
-        item.read_text()
-        for item in sorted(here.iterdir(), key=lambda item: item.name)
-        if item.name.endswith(".sql")
-    ]
+    return [(here / f"{name}.sql").read_text() for name in sorted(_names(folder))]
+
+
+def _names(folder: str) -> set[str]:
+    here = resources.files("gpufleet_collector") / "sql" / folder
+    return {item.name.removesuffix(".sql") for item in here.iterdir() if item.name.endswith(".sql")}
 
 
 def _probe_tables(read: duckdb.DuckDBPyConnection) -> dict[str, dict[str, Type]]:
