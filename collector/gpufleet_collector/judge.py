@@ -125,6 +125,7 @@ class Judge:
         self._version = self._store.schema_version
         self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
         views.create(self._store)
+        self._store.checkpoint()  # no replay of a log has to make them again
         self._pairs = None
 
     def compile(self, as_of: datetime) -> None:
