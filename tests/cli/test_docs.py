@@ -93,7 +93,7 @@ def names(value: object) -> Iterator[str]:
 
 VERBS = [
     ("status",), ("node",), ("node", "gpu-001"), ("gpu", "gpu-001/3"), ("incidents",),
-    ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"), 
+    ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
     ("explain", "INC-1"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 
