@@ -327,7 +327,6 @@ def _sample(card: Card) -> Row:
 def store() -> Iterator[Store]:
     opened = Store.open(None)
     with opened.transaction() as write:
-        write.execute("SET threads = 1")  # a fleet of four nodes gives no second one work
         for probe, metrics in PROBES.items():
             opened.ensure_probe(write, probe, columns(metrics))
     yield opened
