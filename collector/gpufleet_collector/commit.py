@@ -45,6 +45,7 @@ from gpufleet_collector.records import (
     write_changes,
     write_events,
     write_faults,
+    write_intervals,
     write_ledger,
 )
 from gpufleet_collector.state import State
@@ -152,6 +153,7 @@ class _Work:
     ledger: list[LedgerRow] = field(default_factory=list)
     faults: list[FaultRow] = field(default_factory=list)
     changes: list[tuple[int, Change]] = field(default_factory=list)
+    intervals: dict[tuple[str, str], float] = field(default_factory=dict)
     inventory: Changes = field(default_factory=Changes)
     entries: dict[Layout, tuple[Shape, list[Entry]]] = field(default_factory=dict)
     heard: dict[str, tuple[int, float | None]] = field(default_factory=dict)
@@ -241,6 +243,8 @@ class Commits:
             for item in items:
                 if isinstance(item, Session):
                     self._hello(write, item, work)
+            self._identities.flush(write)
+            write_intervals(write, work.intervals)
             self._denials(write, [item for item in items if isinstance(item, Denial)])
             batches = [item for item in items if isinstance(item, Batch)]
             when = self._open(write, batches, poison, work)
@@ -321,8 +325,9 @@ class Commits:
         self._capabilities.rename(before, machine.node)
         self._inventories.rename(before, machine.node)
         work.inventory.rename(before, machine.node)
-        for key in [key for key in self._intervals if key[0] == before]:
-            self._intervals[machine.node, key[1]] = self._intervals.pop(key)
+        for intervals in (self._intervals, work.intervals):
+            for key in [key for key in intervals if key[0] == before]:
+                intervals[machine.node, key[1]] = intervals.pop(key)
         detail = _json({"before": before, "after": machine.node})
         work.events.append(
             EventRow(at_us, at_us, machine.node, machine.boot_id, "renamed",
@@ -342,10 +347,14 @@ class Commits:
             kept = [column for column in columns if column.name not in refused]
             work.altered |= self._store.ensure_probe(write, probe, kept)
             session.shapes[probe] = self._shape(probe, columns, refused)
-            if self._intervals.get((session.node, probe)) != interval:
+            known = self._intervals.get((session.node, probe))
+            if known is None:
+                work.intervals[session.node, probe] = interval
+            elif known != interval:
+                work.intervals.pop((session.node, probe), None)
                 write.execute("DELETE FROM live.probe WHERE node = ? AND probe = ?", [session.node, probe])
-                write.execute("INSERT INTO live.probe VALUES (?, ?, ?)", [session.node, probe, interval])
-                self._intervals[session.node, probe] = interval
+                work.intervals[session.node, probe] = interval
+            self._intervals[session.node, probe] = interval
         for fault in faults[:MAX_FAULTS]:
             work.faults.append(FaultRow(at_us, session.node, session.claim.spool_id, 0, fault))
 

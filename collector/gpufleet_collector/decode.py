@@ -7,7 +7,7 @@ range). The rest of the batch is stored. Nothing here touches the store.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,7 @@ _TYPES = frozenset(int(kind) for kind in Type)
 _KINDS = {int(kind): kind.name.lower() for kind in Kind}
 _LARGEST_INT = 2**63 - 1
 _MAX_LAYOUTS = 64
+_MAX_REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,32 @@ class Layout:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What an entry holds besides times and values."""
+
+    layout: Layout
+    count: int
+    validity: list[bytes] | None
+    reasons: list[bytes] | None
+    dictionaries: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where times and values stand in serialised entries; `known` by the bytes around them."""
+
+    spans: list[slice]
+    gaps: list[slice]
+    known: dict[bytes, _Known]
+
+
 class Shape:
-    """One probe as one agent described it in its hello."""
+    """One probe as one agent described it in its hello.
+
+    Entries of an agent look alike down to the byte, but for times and values. What stood around those is
+    remembered with what it meant; an entry with the same bytes there is cut up without reading its columns.
+    """
 
     def __init__(self, probe: str, columns: Sequence[Column], refused: Mapping[str, str]) -> None:
         self.probe = probe
@@ -105,6 +130,8 @@ class Shape:
         self.refused = dict(refused)
         self.keys = tuple(column.name for column in columns if column.kind == "key")
         self._layouts: dict[tuple[str | int, ...], Layout] = {}
+        self._cuts: dict[int, list[_Cut]] = {}
+        self._remembered = 0
 
     def layout(self, names: list[str], types: list[int]) -> Layout:
         """How to read an entry with these columns; remembered, since an agent's entries look alike."""
@@ -116,6 +143,31 @@ class Shape:
                 self._layouts.clear()
             self._layouts[key] = found
         return found
+
+    def recall(self, raw: bytes) -> tuple[_Known, list[bytes]] | None:
+        """What this entry means and its (times, values, ...), if one like it was seen before."""
+        for cut in self._cuts.get(len(raw), ()):
+            known = cut.known.get(b"".join([raw[gap] for gap in cut.gaps]))
+            if known is not None:
+                return known, [raw[span] for span in cut.spans]
+        return None
+
+    def remember(self, raw: bytes, known: _Known) -> None:
+        """Recall entries like this one; every column of it is stored."""
+        spans = list(_spans(raw))
+        if len(spans) != len(known.layout.columns) + 1:
+            return
+        if self._remembered >= _MAX_REMEMBERED:
+            self._cuts, self._remembered = {}, 0
+        edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(raw)]
+        gaps = [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        cuts = self._cuts.setdefault(len(raw), [])
+        cut = next((cut for cut in cuts if cut.spans == spans), None)
+        if cut is None:
+            cut = _Cut(spans, gaps, {})
+            cuts.append(cut)
+        cut.known[b"".join([raw[gap] for gap in gaps])] = known
+        self._remembered += 1
 
     def _make(self, names: list[str], types: list[int]) -> Layout:
         take, columns, width, faults, fatal = [], [], [], [], ""
@@ -274,6 +326,13 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
             Fault(name, "", "bad_length", count or 1, f"{count} rows, {len(ts)} bytes of ts")
         )
         return
+    raw = rows.SerializeToString()
+    found = shape.recall(raw)
+    if found is not None:
+        known, cells = found
+        entry = Entry(batch, count, cells[0], cells[1:], known.validity, known.reasons, known.dictionaries)
+        opened.entries.append((shape, known.layout, entry))
+        return
     columns = rows.columns
     layout = shape.layout([column.name for column in columns], [column.type for column in columns])
     if layout.fatal:
@@ -304,8 +363,49 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
         values = [values[position] for position in layout.take]
         validity = [validity[position] for position in layout.take] if validity else None
         reasons = [reasons[position] for position in layout.take] if reasons else None
+    elif not layout.faults:
+        shape.remember(raw, _Known(layout, count, validity, reasons, dictionaries))
     entry = Entry(batch, count, ts, values, validity, reasons, dictionaries)
     opened.entries.append((shape, layout, entry))
+
+
+def _spans(raw: bytes) -> Iterator[slice]:
+    """Where `ts_us` and the `values` of each column stand in a serialised `Rows`."""
+    for field_number, start, stop in _fields(raw, 0, len(raw)):
+        if field_number == pb.Rows.TS_US_FIELD_NUMBER:
+            yield slice(start, stop)
+        elif field_number == pb.Rows.COLUMNS_FIELD_NUMBER:
+            for inner, first, last in _fields(raw, start, stop):
+                if inner == pb.Column.VALUES_FIELD_NUMBER:
+                    yield slice(first, last)
+
+
+def _fields(raw: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(number, start, stop) of each length-delimited field of a message that is known to parse."""
+    while at < stop:
+        tag, at = _varint(raw, at)
+        if tag & 7 == 2:
+            length, at = _varint(raw, at)
+            yield tag >> 3, at, at + length
+            at += length
+        elif tag & 7 == 0:
+            _, at = _varint(raw, at)
+        elif tag & 7 == 1:
+            at += 8
+        elif tag & 7 == 5:
+            at += 4
+        else:
+            return  # a group: nothing of ours
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (raw[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if raw[at - 1] < 0x80:
+            return value, at
 
 
 def _without_broken(

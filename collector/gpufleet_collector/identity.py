@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import duckdb
+import numpy as np
+
+from gpufleet_collector.frame import Frame
 
 NODE = re.compile(r"[A-Za-z0-9._~-]{1,253}")
 ID = re.compile(r"[A-Za-z0-9_.:-]{0,64}")
@@ -106,6 +109,8 @@ class Identities:
 
     def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}
+        self._alike: dict[tuple[str, str], set[str]] = {}
+        self._fresh: dict[str, Machine] = {}
 
     def load(self, read: duckdb.DuckDBPyConnection) -> None:
         """Start from the table."""
@@ -113,11 +118,15 @@ class Identities:
             "SELECT node, claimed, machine_id, boot_id, spool_id, agent_version, conflict, "
             "epoch_us(first_seen), epoch_us(hello_at) FROM live.node"
         ).fetchall()
-        self._machines = {row[0]: Machine(*row) for row in rows}
+        self._machines, self._alike, self._fresh = {}, {}, {}
+        for row in rows:
+            self._put(Machine(*row))
 
     def decide(self, claim: Claim, alive: Callable[[str], Alive | None], now_us: int) -> Decision:
         """Where to file this agent. Changes nothing; see `store`."""
-        same = [machine for machine in self._machines.values() if _is_same(machine, claim)]
+        nodes = self._alike.get(("id", claim.machine_id), set()) if claim.machine_id else set()
+        nodes = nodes | self._alike.get(("name", claim.name), set())
+        same = [self._machines[node] for node in sorted(nodes) if _is_same(self._machines[node], claim)]
         own = self._own(same, claim, alive, now_us)
         name, conflict, displaced = self._name(claim, own, same, alive, now_us)
         machine = Machine(
@@ -189,26 +198,48 @@ class Identities:
         return f"{name}~{number}"
 
     def store(self, write: duckdb.DuckDBPyConnection, decision: Decision) -> None:
-        """Write the decision; inside `Store.transaction()`."""
+        """Write the decision; inside `Store.transaction()`. New rows wait for `flush`."""
         machine = decision.machine
         if decision.displaced:
             write.execute("DELETE FROM live.node WHERE node = ?", [machine.node])
-        if decision.new:
-            write.execute(
-                "INSERT INTO live.node VALUES (?, ?, ?, ?, ?, ?, ?, make_timestamp(?), make_timestamp(?))",
-                _values(machine),
-            )
+            self._fresh.pop(machine.node, None)
+        was = decision.before or machine.node
+        if decision.new or self._fresh.pop(was, None) is not None:
+            self._fresh[machine.node] = machine
         else:
             write.execute(
                 "UPDATE live.node SET node = ?, claimed = ?, machine_id = ?, boot_id = ?, spool_id = ?, "
                 "agent_version = ?, conflict = ?, first_seen = make_timestamp(?), "
                 "hello_at = make_timestamp(?) WHERE node = ?",
-                [*_values(machine), decision.before or machine.node],
+                [*_values(machine), was],
             )
         if decision.before:
             self._relabel(write, decision)
-        self._machines.pop(decision.before, None)
+        self._drop(was)
+        self._drop(machine.node)
+        self._put(machine)
+
+    def _put(self, machine: Machine) -> None:
         self._machines[machine.node] = machine
+        self._alike.setdefault(_key(machine), set()).add(machine.node)
+
+    def _drop(self, node: str) -> None:
+        machine = self._machines.pop(node, None)
+        if machine is not None:
+            self._alike[_key(machine)].discard(node)
+
+    def flush(self, write: duckdb.DuckDBPyConnection) -> None:
+        """Append the rows of new machines, all at once."""
+        rows = list(self._fresh.values())
+        self._fresh = {}
+        if not rows:
+            return
+        frame = Frame()
+        for name in ("node", "claimed", "machine_id", "boot_id", "spool_id", "agent_version", "conflict"):
+            frame.texts(name, [getattr(row, name) for row in rows])
+        frame.times("first_seen", np.array([row.first_seen_us for row in rows], np.int64))
+        frame.times("hello_at", np.array([row.hello_us for row in rows], np.int64))
+        frame.insert(write, "live.node")
 
     @staticmethod
     def _relabel(write: duckdb.DuckDBPyConnection, decision: Decision) -> None:
@@ -225,9 +256,14 @@ class Identities:
 
     def follow(self, before: str, node: str) -> None:
         """Conflicts that named a machine name it by its new name."""
-        for key, machine in list(self._machines.items()):
-            if machine.conflict == before:
-                self._machines[key] = replace(machine, conflict=node)
+        for machines in (self._machines, self._fresh):
+            for key, machine in list(machines.items()):
+                if machine.conflict == before:
+                    machines[key] = replace(machine, conflict=node)
+
+
+def _key(machine: Machine) -> tuple[str, str]:
+    return ("id", machine.machine_id) if machine.machine_id else ("name", machine.claimed)
 
 
 def _values(machine: Machine) -> list[str | int]:

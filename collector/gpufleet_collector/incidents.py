@@ -192,8 +192,18 @@ class Incidents:
 
     def _resolved(self, incident: Incident, finding: Finding, as_of: datetime) -> None:
         self._members.get(incident.number, {}).pop(finding.id, None)
-        if not self._active(incident) and incident.state == "open":
+        if incident.state != "open":
+            return
+        left = [one for one in self._active(incident) if one.rule in self._policies]
+        if not left:
             self._close(incident, finding.cause or "", as_of)
+        elif (incident.cause_rule, incident.entity) == (finding.rule, finding.entity):
+            heir = min(left, key=lambda one: (self._rank(one), one.verdict != "crit", one.id))
+            self._take_over(incident, heir, self._policies[heir.rule])
+            self._note(incident, as_of, "cause_changed", heir.id, incident.title)
+
+    def _rank(self, finding: Finding) -> int:
+        return rank(self._policies[finding.rule], finding.entity)
 
     def _close(self, incident: Incident, cause: str, as_of: datetime) -> None:
         incident.state, incident.resolved_at, incident.cause = "resolved", as_of, cause

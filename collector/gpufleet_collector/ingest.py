@@ -133,8 +133,7 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse],
     ) -> None:
         """One agent, from hello to the end of its stream."""
-        requests = aiter(request_iterator)
-        stream = await self._greet(requests, context)
+        stream = await self._greet(context)
         self._streams.add(stream)
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -144,7 +143,7 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
             await context.write(self._welcome(stream))
             if self._state.paused:
                 self._tell_paused(stream, self._state.paused)
-            reader = asyncio.create_task(self._read(requests, stream, context))
+            reader = asyncio.create_task(self._read(stream, context))
             writer = asyncio.create_task(self._write(stream, context))
             ended = asyncio.create_task(_wait(stream.ended))
             tasks = [reader, writer, ended]
@@ -168,17 +167,15 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
             self.committer.gone(stream)
 
     async def _greet(
-        self,
-        requests: AsyncIterator[pb.StreamRequest],
-        context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse],
+        self, context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse]
     ) -> AgentStream:
         """Read and check the hello; aborts the call when it will not do."""
         try:
-            first = await asyncio.wait_for(anext(requests), HELLO_S)
-        except StopAsyncIteration:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream ended before its hello")
+            first = await asyncio.wait_for(context.read(), HELLO_S)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_S:.0f} s")
+        if not isinstance(first, pb.StreamRequest):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream ended before its hello")
         received = _receipt()
         if first.WhichOneof("kind") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
@@ -219,11 +216,13 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
 
     async def _read(
         self,
-        requests: AsyncIterator[pb.StreamRequest],
         stream: AgentStream,
         context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse],
     ) -> None:
-        async for request in requests:
+        while True:
+            request = await context.read()  # half the price of iterating
+            if not isinstance(request, pb.StreamRequest):
+                return  # the end of the stream
             received = _receipt()
             kind = request.WhichOneof("kind")
             if kind == "batch":

@@ -83,7 +83,7 @@ class Intake:
         with self._lock:
             if not self._changed.wait_for(self._some, idle_s):
                 return []
-            if not self._control and not self._closed:
+            if not self._closed:
                 self._changed.wait_for(
                     lambda: self._closed or sum(self._bytes) >= self._group_bytes, linger_s
                 )
@@ -196,7 +196,7 @@ class Committer(threading.Thread):
             self._healed("store_reopened", why)
 
     def _recover(self, pause_s: float) -> bool:
-        """Wait, then open the store again. Returns whether it had to begin a new file: the group is void then."""
+        """Wait, then open the store again. Returns whether it had to begin a new file: the group is void."""
         while True:
             self.progress = time.monotonic()
             if self._stopping.wait(pause_s):

@@ -1,7 +1,7 @@
 """Rows of the collector's own tables, as they are collected during a commit and written at its end."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import duckdb
@@ -76,6 +76,17 @@ def write_events(write: duckdb.DuckDBPyConnection, events: Sequence[EventRow]) -
     frame.texts("message", [event.message for event in events])
     frame.json("detail", [event.detail for event in events])
     frame.insert(write, "live.event")
+
+
+def write_intervals(write: duckdb.DuckDBPyConnection, intervals: Mapping[tuple[str, str], float]) -> None:
+    """Append to `probe`: (node, probe) -> seconds."""
+    if not intervals:
+        return
+    frame = Frame()
+    frame.texts("node", [node for node, _ in intervals])
+    frame.texts("probe", [probe for _, probe in intervals])
+    frame.numbers("interval_s", np.array(list(intervals.values()), np.float64))
+    frame.insert(write, "live.probe")
 
 
 def write_ledger(write: duckdb.DuckDBPyConnection, rows: Sequence[LedgerRow]) -> None:

@@ -297,7 +297,8 @@ def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, s
         if "lock" in text.lower() and ("onflicting lock" in text or "Could not set lock" in text):
             who = f"process {holder[1]}" if holder else "another process"
             raise StoreLocked(
-                f"{path} is held by {who}: stop it (a collector, or a shell left open), then start again"
+                f"{path} is held by {who}: ask a running collector with `fleet sql`,"
+                " or stop what holds it and start again"
             ) from error
         damaged = any(word in text for word in _DAMAGED) and not any(word in text for word in _NOT_DAMAGED)
         if path is None or not path.is_file() or not damaged:
@@ -306,6 +307,9 @@ def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, s
         log.error("store: %s is damaged (%s): kept as %s, a new one is begun", path, text[:300], aside)
         return _connect(path), f"{text[:300]}; kept as {aside}"
 
+
+_MOST_THREADS = 8
+"""One core is left to the streams: an engine that takes them all makes every insert a third dearer."""
 
 _LOG_MIB = 64
 """The log is moved into the file at this size: half the work of the engine's 16 MiB, no longer stalls."""
@@ -319,6 +323,7 @@ def _connect(path: Path | None) -> duckdb.DuckDBPyConnection:
     config: dict[str, str | bool | int | float | list[str]] = {
         "storage_compatibility_version": "v1.5.0",  # both majors read it
         "checkpoint_threshold": f"{log_mib}MiB",
+        "threads": max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)),
     }
     return duckdb.connect(str(path) if path else ":memory:", config=config)
 

@@ -27,6 +27,7 @@ class Notifier:
             address = "\0" + address[1:]
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+                to.setblocking(False)  # a systemd too busy to listen must not stop us
                 to.connect(address)
                 to.sendall(text.encode())
         except OSError:

@@ -34,9 +34,9 @@ def _screen(document: Json, settings: Settings) -> str:
 def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
     lines = render.wrap_line(f"{item.get('rule')}: {item.get('title')}", limit, "  ")
     facts = [
-        f"{title} {item[key]}"
+        f"{title} {_number(item[key])} s" if key.endswith("_s") else f"{title} {item[key]}"
         for title, key in (
-            ("fires after", "for"), ("boot grace s", "boot_grace_s"), ("clears after s", "clear_after_s"),
+            ("fires after", "for"), ("boot grace", "boot_grace_s"), ("clears after", "clear_after_s"),
             ("at most", "max_severity"), ("runbook", "runbook"),
         )
         if item.get(key)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpufleet.metric import Type
 from gpufleet.v1 import ingest_pb2 as pb
-from gpufleet_collector.decode import MAX_COLUMNS, read_probes
+from gpufleet_collector.decode import MAX_COLUMNS, Shape, open_body, read_probes
 from gpufleet_collector.frame import Frame
 from gpufleet_collector.store import Column, Store
 
@@ -390,6 +390,36 @@ def test_what_is_sent_is_what_is_stored_for_every_type_and_null(
     kit.agents.remove(agent)
     assert running.query(f"SELECT {', '.join(NAMES)} FROM live.{probe.name} ORDER BY ts") == expected
     assert running.query(f"SELECT * FROM live.quarantine WHERE probe = '{probe.name}'") == []
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    drawn=tables(),
+    cuts=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.binary(max_size=3)), max_size=3),
+)
+def test_an_entry_that_is_recalled_means_what_it_meant_when_read(
+    kit: Kit, drawn: list[dict[str, list[Cell]]], cuts: list[tuple[int, int, bytes]]
+) -> None:
+    columns = [Column(f"c_{kind.name.lower()}", kind, "", "gauge", "", None, None, "") for kind in Type]
+    warm = {"p": Shape("p", columns, {})}
+    bodies = []
+    for table in drawn:
+        packed = [kit.column(name, Type[name[2:].upper()], cells) for name, cells in table.items()]
+        ts = [kit.now_us()] * len(table["c_i64"])
+        content = kit.body(kit.rows("p", packed, ts), kit.rows("p", packed[:1], ts))
+        bodies += [content, content]
+        for at, length, put in cuts:
+            place = at % len(content)
+            content = content[:place] + put + content[place + length :]
+        bodies += [content, bodies[0]]
+    for content in bodies:
+        recalled = open_body(content, 0, warm)
+        read = open_body(content, 0, {"p": Shape("p", columns, {})})
+        assert [entry for _, _, entry in recalled.entries] == [entry for _, _, entry in read.entries]
+        assert [layout.columns for _, layout, _ in recalled.entries] == [
+            layout.columns for _, layout, _ in read.entries
+        ]
+        assert recalled.faults == read.faults
 
 
 NAMES = tuple(f"c_{kind.name.lower()}" for kind in Type)

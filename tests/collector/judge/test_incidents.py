@@ -61,6 +61,21 @@ def test_a_silent_node_takes_over_what_has_just_begun(fleet: "Fleet", judge: Jud
     assert {row[2] for row in fleet.findings("gpu_missing")} == {"firing"}, "gone silent keeps firing"
 
 
+def test_a_cause_that_ends_leaves_the_incident_to_what_remains(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=4)
+    card = node.cards[0]
+    card.state = "lost"
+    fleet.run(20, judge)
+    node.up = False
+    fleet.run(100, judge, every=20)
+    assert [row[1] for row in fleet.incidents()] == ["agent_silent"]
+    node.up = True
+    fleet.run(120, judge, every=5)
+    assert fleet.incidents() == [(1, "gpu_missing", "gpu-001", card.entity, "open", "crit")]
+    assert fleet.sql("SELECT count(*) FROM incident_log WHERE what = 'cause_changed'") == [(1,)]
+    assert "Card missing" in str(fleet.sql("SELECT title FROM incident")[0][0])
+
+
 def test_an_old_trouble_is_not_swallowed(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=4)
     node.cards[0].state = "lost"
