@@ -4,12 +4,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check lint types imports tests-all bench protos docs clean
+OTHER  := $(VENV)/duckdb-1.5
+
+.PHONY: demo test check lint types imports tests-all tests-duckdb-1.5 bench protos docs clean
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(OTHER): requirements.duckdb-1.5.lock $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade \
+		--target $@ -r requirements.duckdb-1.5.lock
 	touch $@
 
 demo: $(READY)          ## collector + simulated fleet with scripted faults; Ctrl-C ends it
@@ -18,7 +25,7 @@ demo: $(READY)          ## collector + simulated fleet with scripted faults; Ctr
 test: $(READY)          ## the fast tests
 	$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
 
-check: lint types imports tests-all   ## what CI runs: lint + types + import contracts + every test
+check: lint types imports tests-all tests-duckdb-1.5   ## what CI runs: lint + types + import contracts + every test
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -33,7 +40,16 @@ imports: $(READY)
 tests-all: $(READY)
 	$(BIN)/pytest -q -n 2 -m "not gpu"
 
-protos: $(READY)        ## regenerate the checked-in protobuf code (own pinned environment)
+tests-duckdb-1.5: $(OTHER)   ## the collector's tests on the other major that stores must open in
+	PYTHONPATH=$(OTHER) $(BIN)/pytest -q -n 2 -m "not gpu" tests/collector
+
+bench: $(READY)         ## measure against the budgets of docs/benchmarks.md
+	$(BIN)/python -m tests.bench
+
+docs: $(READY)          ## regenerate docs/schema.md
+	$(BIN)/python docs/generate.py
+
+protos:                 ## regenerate the checked-in protobuf code (own pinned environment)
 	$(PYTHON) protos/generate.py
 
 clean:

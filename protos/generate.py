@@ -4,6 +4,7 @@ Run as `make protos`. The generators live in a throw-away environment of their o
 older than the runtime (gencode 6.31.1 loads on protobuf 6.31.1 to 7.x) and cannot share one with it.
 """
 
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,16 @@ from pathlib import Path
 
 GENERATORS = ("grpcio-tools==1.76.0", "mypy-protobuf==3.7.0", "setuptools<81")
 HERE = Path(__file__).resolve().parent
+STAMP = HERE / "gpufleet" / "v1" / "sources.sha256"
+"""What the generated code was made from; a test compares it with the .proto files."""
+
+
+def sources_sha256() -> str:
+    """Hash of all .proto files in order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(HERE.glob("gpufleet/v1/*.proto")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def generate(out: Path) -> None:
@@ -33,5 +44,6 @@ def generate(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    generate(HERE)
+    STAMP.write_text(sources_sha256() + "\n")
     print("generated", ", ".join(GENERATORS))

@@ -1,1 +1,3 @@
 """The node: samples its host and streams what it read."""
+
+from gpufleet import __version__ as __version__

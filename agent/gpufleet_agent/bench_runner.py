@@ -128,6 +128,7 @@ class BenchRunner:
             self._child = None
             child.abandon()
             child.kill()
+            await child.wait(1.0)  # a moment, so that it is gone when it can go; one stuck in a driver stays
             child.progress.close()
 
     def _own(self, bench: str, entity: str, lease: str, status: str, reason: str, seconds: float) -> Sweep:

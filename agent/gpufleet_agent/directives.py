@@ -17,15 +17,11 @@ class Directives:
     Args:
         benches: Runs benches.
         isolation: Has the probes' intervals.
-        intervals_changed: Called after one was set, so that the collector hears of it.
     """
 
-    def __init__(
-        self, benches: BenchRunner, isolation: Isolation, intervals_changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, benches: BenchRunner, isolation: Isolation) -> None:
         self._benches = benches
         self._isolation = isolation
-        self._intervals_changed = intervals_changed
 
     async def obey(self, directive: pb.Directive) -> pb.DirectiveResult:
         """The outcome. Credit and pauses concern `push` alone and do not come here."""
@@ -65,5 +61,4 @@ class Directives:
             return pb.OUTCOME_REFUSED, f"{wanted.interval_s:g} s: give {LEAST_S:g} to {MOST_S:g}"
         if not self._isolation.set_interval(wanted.probe, wanted.interval_s):
             return pb.OUTCOME_REFUSED, f"no probe {wanted.probe:.60} runs here"
-        self._intervals_changed()
         return pb.OUTCOME_DONE, f"{wanted.probe} every {wanted.interval_s:g} s until the agent is restarted"

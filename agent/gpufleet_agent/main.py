@@ -44,7 +44,12 @@ _config_option = click.option(
 
 @main.command()
 @_config_option
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--log-level",
+    default="info",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least severe line to log.",
+)
 def run(config_path: Path | None, log_level: str) -> None:
     """Run the agent until it is told to stop (what the service does)."""
     from gpufleet import log as logs
@@ -70,7 +75,7 @@ def check(config_path: Path | None) -> None:
 
 @main.command()
 @_config_option
-@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]))
+@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]), help="How to print.")
 def scan(config_path: Path | None, output: str) -> None:
     """Look at this host once and print what is there; no collector is needed."""
     from gpufleet_agent.guard import HostSettings
@@ -92,7 +97,7 @@ def scan(config_path: Path | None, output: str) -> None:
 @main.command()
 @click.argument("name")
 @_config_option
-@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]))
+@click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]), help="How to print.")
 def bench(name: str, config_path: Path | None, output: str) -> None:
     """Run the micro-benchmark NAME on this host now, also when the host is busy."""
     from gpufleet_agent.bench import Settings, run_bench

@@ -81,7 +81,7 @@ class PushSettings:
     tls: Tls = field(default_factory=Tls)
     insecure: bool = False
     backoff_min_s: float = 0.5
-    backoff_max_s: float = 30.0
+    backoff_max_s: float = 10.0
     refused_s: float = 30.0
     welcome_timeout_s: float = 20.0
     ack_timeout_s: float = 60.0

@@ -109,7 +109,8 @@ class Sampler:
     def once(self) -> None:
         """Run every job once."""
         for job in self._jobs:
-            self._do(job)
+            self._do(job.name, job.run)
+        self._do("inventory", self._inventory)
 
     def forever(self) -> None:
         """Run until the commands end."""
@@ -117,15 +118,16 @@ class Sampler:
             now = self._clock()
             for job in self._jobs:
                 if job.due <= now:
-                    self._do(job)
+                    self._do(job.name, job.run)
                     job.due = next_due(job.due, job.every_s, self._clock())
+            self._do("inventory", self._inventory)
             if not self._wait(min((job.due for job in self._jobs), default=now + 3600.0)):
                 return
 
-    def _do(self, job: Job) -> None:
-        self._begin(job.name)
+    def _do(self, phase: str, run: Callable[[], None]) -> None:
+        self._begin(phase)
         try:
-            job.run()
+            run()
         finally:
             if self._progress:
                 self._progress.rest()
@@ -176,17 +178,20 @@ class Sampler:
             sweep = run_probe(name, probe, self._host, self._complain)
             self._send(sweep)
             if name in ("gpu", "pci"):
-                self._inventory_if_changed(name, probe, sweep)
+                self._look_for_changes(name, probe, sweep)
 
         return run
 
-    def _inventory_if_changed(self, name: str, probe: Probe, sweep: Sweep) -> None:
-        """Read the inventory at the start, on demand, and when cards, their state or the epoch changed."""
+    def _look_for_changes(self, name: str, probe: Probe, sweep: Sweep) -> None:
+        """Want the inventory when cards, their state or the driver's epoch changed."""
         keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
         found = (sweep.error, sorted(repr([row[key] for key in keys]) for row in sweep.rows))
-        changed = name in self._found and self._found[name] != found
+        self._inventory_wanted |= name in self._found and self._found[name] != found
         self._found[name] = found
-        if changed or self._inventory_wanted:
+
+    def _inventory(self) -> None:
+        """Read it at the start, on demand and after a change; behind the probes, for it asks every card."""
+        if self._inventory_wanted:
             self._inventory_wanted = False
             # without the bus if its probe does not run: it is left out where it hangs
             self._send(read_inventory(self._host, self._begin, bus="pci" in self._probes))

@@ -62,10 +62,17 @@ class Kind:
 
 _GONE = ("driver_not_loaded", "no_library", "driver_mismatch", "no_permission", "driver_failed")
 _DUTY = Accepts(1.0, 0.05, 1.0)
+_MEMORY = Accepts("dram", words=("dram", "sram"))
 
 KINDS: dict[str, Kind] = {
-    "card_lost": Kind(True, {"bus": Accepts("all_ones", words=("all_ones", "absent"))}),
-    "card_absent": Kind(True, {"where": Accepts("bus", words=("bus", "driver"))}),
+    "card_lost": Kind(
+        True,
+        {
+            "bus": Accepts("all_ones", words=("all_ones", "absent", "ok")),
+            "code": Accepts("gpu_is_lost", words=("gpu_is_lost", "unknown_error", "reset_required")),
+        },
+    ),
+    "card_absent": Kind(True, {"where": Accepts("bus", words=("bus", "driver", "excluded"))}),
     "driver_not_loaded": Kind(
         False,
         {
@@ -93,6 +100,32 @@ KINDS: dict[str, Kind] = {
     "reboot": Kind(False, {"down_s": Accepts(60.0, 1, 86400)}, until=False),
     "clock_skew": Kind(False, {"offset_s": Accepts(-120.0, -(10**9), 10**9)}),
     "board_swap": Kind(True, {}),
+    "ecc_uncorrectable": Kind(True, {"count": Accepts(1, 1, 10**6), "where": _MEMORY}),
+    "ecc_corrected": Kind(True, {"per_hour": Accepts(600, 1, 10**9), "where": _MEMORY}),
+    "sram_threshold": Kind(True, {}),
+    "remap_pending": Kind(True, {}),
+    "remap_failed": Kind(True, {}),
+    "recovery_action": Kind(
+        True,
+        {
+            "action": Accepts(
+                "gpu_reset",
+                words=(
+                    "gpu_reset",
+                    "node_reboot",
+                    "drain_p2p",
+                    "drain_and_reset",
+                    "bus_reset",
+                    "system_reboot",
+                ),
+            )
+        },
+    ),
+    "pcie_replays": Kind(True, {"per_minute": Accepts(60, 1, 10**9)}),
+    "mig_on": Kind(True, {}),
+    "persistence_off": Kind(True, {}),
+    "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
+    "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
 
@@ -495,9 +528,31 @@ def _check_fault(scenario: Scenario, fault: Fault, names: tuple[str, ...], key: 
         raise _WrongError(f"{key}.gpu", f"{fault.kind} hits the whole host: remove it")
     if fault.kind == "driver_not_loaded" and not all(map(scenario.gpu_count, chosen)):
         raise _WrongError(f"{key}.node", "a host without cards needs no driver: choose hosts that have some")
+    _check_model_has(scenario, fault, chosen, key)
     _check_params(fault, kind, key)
     if fault.expect is not None:
         _check_expect(fault.expect, key)
+
+
+_NEEDS: dict[str, Callable[[cards.Model], bool]] = {
+    "ecc_uncorrectable": lambda model: model.ecc,
+    "ecc_corrected": lambda model: model.ecc,
+    "sram_threshold": lambda model: model.banks > 0,
+    "remap_pending": lambda model: model.banks > 0,
+    "remap_failed": lambda model: model.banks > 0,
+    "mig_on": lambda model: model.mig,
+    "fabric_stuck": lambda model: model.fabric,
+    "pcie_replays": lambda model: model.own_memory and not model.guest,
+    "recovery_action": lambda model: not model.guest,
+}
+"""What a card must have for a fault to show."""
+
+
+def _check_model_has(scenario: Scenario, fault: Fault, nodes: tuple[str, ...], key: str) -> None:
+    needs = _NEEDS.get(fault.kind)
+    for model in {scenario.model(node) for node in nodes if scenario.gpu_count(node)} if needs else ():
+        if needs is not None and not needs(model):
+            raise _WrongError(f"{key}.kind", f"a {model.name} has nothing that shows {fault.kind}")
 
 
 def _check_params(fault: Fault, kind: Kind, key: str) -> None:

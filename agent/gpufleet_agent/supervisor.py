@@ -152,9 +152,9 @@ class Supervisor:
             lambda text: spool.set_meta("unsupported", text),
             bench,
         )
-        directives = Directives(self.benches, self.isolation, lambda: None)
+        self.directives = Directives(self.benches, self.isolation)
         settings = PushSettings(collector=config.collector, tls=config.tls, insecure=config.insecure)
-        self.push = Push(settings, spool, self._hello, directives.obey)
+        self.push = Push(settings, spool, self._hello, self.directives.obey)
         self.schedule = Schedule()
         self._duties: dict[str, Callable[[], None]] = {
             "clock": self._watch_clock,

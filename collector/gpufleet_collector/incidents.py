@@ -63,6 +63,7 @@ class Incidents:
         self._next = 1
         self._changed: dict[int, Incident] = {}
         self._log: list[Entry] = []
+        self._noted_at = datetime.min
         self.moved: dict[int, Finding] = {}
         """Findings that another incident took over since the last `save`; their rows change too."""
 
@@ -191,8 +192,18 @@ class Incidents:
 
     def _resolved(self, incident: Incident, finding: Finding, as_of: datetime) -> None:
         self._members.get(incident.number, {}).pop(finding.id, None)
-        if not self._active(incident) and incident.state == "open":
+        if incident.state != "open":
+            return
+        left = [one for one in self._active(incident) if one.rule in self._policies]
+        if not left:
             self._close(incident, finding.cause or "", as_of)
+        elif (incident.cause_rule, incident.entity) == (finding.rule, finding.entity):
+            heir = min(left, key=lambda one: (self._rank(one), one.verdict != "crit", one.id))
+            self._take_over(incident, heir, self._policies[heir.rule])
+            self._note(incident, as_of, "cause_changed", heir.id, incident.title)
+
+    def _rank(self, finding: Finding) -> int:
+        return rank(self._policies[finding.rule], finding.entity)
 
     def _close(self, incident: Incident, cause: str, as_of: datetime) -> None:
         incident.state, incident.resolved_at, incident.cause = "resolved", as_of, cause
@@ -213,7 +224,10 @@ class Incidents:
         self._changed[incident.number] = incident
 
     def _note(self, incident: Incident, as_of: datetime, what: str, finding: int | None, text: str) -> None:
-        self._log.append(Entry(incident.number, as_of, what, finding, text))
+        # a microsecond apart, so that sorting by time keeps the order of what one pass notes
+        at = max(as_of, self._noted_at + timedelta(microseconds=1))
+        self._noted_at = at
+        self._log.append(Entry(incident.number, at, what, finding, text))
         self._touch(incident, as_of)
 
 

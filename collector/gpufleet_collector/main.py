@@ -79,7 +79,11 @@ def check_command(config_path: Path | None, listen: str | None, data: str | None
 @_listen_option
 @_data_option
 @click.option("--insecure", is_flag=True, help="Allow plain text beyond this machine.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least severe line to log, instead of the file's.",
+)
 def serve(
     config_path: Path | None, listen: str | None, data: str | None, insecure: bool, log_level: str | None
 ) -> None:

@@ -304,7 +304,8 @@ def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, s
         if "lock" in text.lower() and ("onflicting lock" in text or "Could not set lock" in text):
             who = f"process {holder[1]}" if holder else "another process"
             raise StoreLocked(
-                f"{path} is held by {who}: stop it (a collector, or a shell left open), then start again"
+                f"{path} is held by {who}: ask a running collector with `fleet sql`,"
+                " or stop what holds it and start again"
             ) from error
         damaged = any(word in text for word in _DAMAGED) and not any(word in text for word in _NOT_DAMAGED)
         if path is None or not path.is_file() or not damaged:

@@ -24,7 +24,20 @@ KINDS: dict[str, str] = {
     "quarantined": "Cells or rows of this agent were not stored as data; count (collector).",
     "store_reopened": "The store failed and was reopened; detail: error (collector).",
     "store_replaced": "The store could not be opened; it was kept aside (collector).",
-    "xid": "The NVIDIA driver reported an error; code = Xid number.",
+    "xid": "The NVIDIA driver reported an error; code = Xid number; detail: severity, action, pid, subcode.",
+    "xid_unparsed": "A line with Xid or SXid that could not be read; the message is the line.",
+    "recovery_action": "What the driver wants done with a card; code = none, gpu_reset, node_reboot, ...",
+    "gpu_init_failed": "The driver found a card and could not start it; code = rm_init_adapter, power_cable.",
+    "sxid": "An NVSwitch reported an error; code = SXid number; detail: severity, switch, link.",
+    "aer": "A PCIe device reported an error; code = corrected, nonfatal, fatal; entity = the device.",
+    "mce": "Processor or platform reported an error; code = corrected, uncorrected, fatal, ...",
+    "edac": "Host memory had an error; code = corrected, uncorrected; count = errors; detail: where.",
+    "nfs": "An NFS server stopped answering (not_responding, timed_out) or answers again (ok, duration_s).",
+    "oom": "The kernel killed a process for memory; code = cgroup or host; detail: pid, name, cgroup.",
+    "hung_task": "A process has been stuck in the kernel for minutes; detail: pid, name, modules.",
+    "lockup": "A processor was stuck in the kernel; code = soft, hard, rcu.",
+    "io_error": "A disk or file system failed an operation; code says which way; entity = the disk.",
+    "kernel_log": "Reading the kernel log: code = lost (count records), unreadable, readable, position.",
 }
 
 

@@ -92,11 +92,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that holds a card."""
+    """An entry of a driver's list of processes that hold a card.
+
+    Attributes:
+        pid: As the driver says it.
+        pci: The card.
+        mem_used_bytes: What it holds there; None = unknown.
+        suspect: Why the entry cannot be as it says: `no_such_pid`, `memory`; empty when it can. The card is
+            in use all the same.
+    """
 
     pid: int
     pci: str
     mem_used_bytes: int | None
+    suspect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,7 @@ class Gpu(Protocol):
 
 
 class Link(Protocol):
-    """One NVLink of a card."""
+    """One link of a card to other cards, e.g. an NVLink."""
 
     @property
     def number(self) -> int:
@@ -178,7 +187,7 @@ class Host(Protocol):
     def node(self) -> Item:
         """The host itself: entity `node:`; hostname, machine_id, boot_id, kernel, driver, cpu, memory, ...
 
-        `driver` says in words what there is, e.g. "no NVIDIA driver".
+        `driver` says in words what there is, e.g. "amdgpu 6.7.0" or "NVIDIA driver not loaded".
         """
 
     def read(self, group: str) -> Row:
@@ -192,7 +201,7 @@ class Host(Protocol):
         """
 
     def links(self, gpu: Gpu) -> Sequence[Link]:
-        """The card's NVLinks; empty where it has none."""
+        """The card's links to other cards; empty where it has none that can be read."""
 
     def pci_devices(self) -> Iterable[Row]:
         """GPUs, NVSwitches and HCAs on the bus by sysfs, independent of any driver."""

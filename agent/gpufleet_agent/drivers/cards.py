@@ -5,7 +5,7 @@ its host and its slot by hash, so that every process that plays a scenario sees 
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 _MIB = 1 << 20
@@ -40,6 +40,12 @@ class Model:
         has_serial: Not on GeForce.
         part_number: Of the board; empty where the driver gives none.
         vbios: Version.
+        ecc: Counts memory errors.
+        banks: Memory banks whose rows can be remapped; 0 = none can.
+        mig: Can be split into instances.
+        fabric: Joins an NVLink fabric.
+        own_memory: Has memory of its own; False where it shares the host's, and its bus too.
+        guest: A share of a card in a virtual machine, which has few sensors.
     """
 
     name: str
@@ -66,6 +72,12 @@ class Model:
     has_serial: bool
     part_number: str
     vbios: str
+    ecc: bool = True
+    banks: int = 0
+    mig: bool = False
+    fabric: bool = False
+    own_memory: bool = True
+    guest: bool = False
 
 
 _H100 = Model(
@@ -75,7 +87,7 @@ _H100 = Model(
     idle_pstate=0, pcie_gen=5, pcie_gen_idle=5,
     power_limit_w=700.0, power_busy_w=686.0, power_idle_w=71.0, power_capped=True,
     slowdown_c=89.0, warm_c=63.0, hbm=True, has_margin=True, has_serial=True,
-    part_number="692-2G520-0200-000", vbios="96.00.89.00.01",
+    part_number="692-2G520-0200-000", vbios="96.00.89.00.01", banks=2560, mig=True, fabric=True,
 )  # fmt: skip
 _H200 = Model(
     name="NVIDIA H200", device_id="2335", pci_class="0302", arch="Hopper", mem_bytes=143771 * _MIB,
@@ -84,7 +96,7 @@ _H200 = Model(
     idle_pstate=0, pcie_gen=5, pcie_gen_idle=5,
     power_limit_w=700.0, power_busy_w=684.0, power_idle_w=76.0, power_capped=True,
     slowdown_c=89.0, warm_c=64.0, hbm=True, has_margin=True, has_serial=True,
-    part_number="692-2G520-0280-501", vbios="96.00.BC.00.01",
+    part_number="692-2G520-0280-501", vbios="96.00.BC.00.01", banks=3072, mig=True, fabric=True,
 )  # fmt: skip
 _A100 = Model(
     name="NVIDIA A100-SXM4-80GB", device_id="20b2", pci_class="0302", arch="Ampere", mem_bytes=81920 * _MIB,
@@ -93,7 +105,7 @@ _A100 = Model(
     idle_pstate=0, pcie_gen=4, pcie_gen_idle=4,
     power_limit_w=400.0, power_busy_w=388.0, power_idle_w=62.0, power_capped=True,
     slowdown_c=89.0, warm_c=61.0, hbm=True, has_margin=False, has_serial=True,
-    part_number="692-2G506-0210-002", vbios="92.00.45.00.03",
+    part_number="692-2G506-0210-002", vbios="92.00.45.00.03", banks=640, mig=True,
 )  # fmt: skip
 _RTX4090 = Model(
     name="NVIDIA GeForce RTX 4090", device_id="2684", pci_class="0300", arch="Ada", mem_bytes=24564 * _MIB,
@@ -102,7 +114,7 @@ _RTX4090 = Model(
     idle_pstate=8, pcie_gen=4, pcie_gen_idle=1,
     power_limit_w=450.0, power_busy_w=392.0, power_idle_w=17.0, power_capped=False,
     slowdown_c=90.0, warm_c=66.0, hbm=False, has_margin=True, has_serial=False,
-    part_number="", vbios="95.02.3C.40.B8",
+    part_number="", vbios="95.02.3C.40.B8", ecc=False,
 )  # fmt: skip
 _T4 = Model(
     name="Tesla T4", device_id="1eb8", pci_class="0302", arch="Turing", mem_bytes=15360 * _MIB,
@@ -114,7 +126,49 @@ _T4 = Model(
     part_number="900-2G183-0000-001", vbios="90.04.96.00.02",
 )  # fmt: skip
 
-SHORT: dict[str, Model] = {"H100": _H100, "H200": _H200, "A100": _A100, "RTX 4090": _RTX4090, "T4": _T4}
+_GH200 = replace(
+    _H100, name="NVIDIA GH200 480GB", device_id="2342", mem_bytes=97871 * _MIB, fabric=False,
+    power_limit_w=900.0, power_busy_w=640.0, power_capped=False, part_number="699-2G530-0200-300",
+    vbios="96.00.68.00.02",
+)  # fmt: skip
+_L40S = Model(
+    name="NVIDIA L40S", device_id="26b9", pci_class="0302", arch="Ada", mem_bytes=46068 * _MIB,
+    sm_clock_max_mhz=2520, sm_clock_busy_mhz=2355, sm_clock_idle_mhz=210,
+    mem_clock_max_mhz=9001, mem_clock_idle_mhz=405,
+    idle_pstate=8, pcie_gen=4, pcie_gen_idle=1,
+    power_limit_w=350.0, power_busy_w=343.0, power_idle_w=35.0, power_capped=True,
+    slowdown_c=92.0, warm_c=68.0, hbm=False, has_margin=True, has_serial=True,
+    part_number="900-2G133-0080-000", vbios="95.02.66.00.02", banks=192,
+)  # fmt: skip
+_RTX6000 = replace(
+    _L40S, name="NVIDIA RTX 6000 Ada Generation", device_id="26b1", pci_class="0300",
+    sm_clock_max_mhz=3105, sm_clock_busy_mhz=2505, mem_clock_max_mhz=10001, mem_bytes=49140 * _MIB,
+    power_limit_w=300.0, power_busy_w=291.0, power_idle_w=21.0, part_number="900-5G133-2200-000",
+    vbios="95.02.2C.00.01",
+)  # fmt: skip
+_GB10 = Model(
+    name="NVIDIA GB10", device_id="2e12", pci_class="0300", arch="Blackwell", mem_bytes=128 << 30,
+    sm_clock_max_mhz=3003, sm_clock_busy_mhz=2418, sm_clock_idle_mhz=208,
+    mem_clock_max_mhz=8533, mem_clock_idle_mhz=8533,
+    idle_pstate=8, pcie_gen=1, pcie_gen_idle=1,
+    power_limit_w=140.0, power_busy_w=92.0, power_idle_w=4.5, power_capped=False,
+    slowdown_c=95.0, warm_c=71.0, hbm=False, has_margin=False, has_serial=False,
+    part_number="", vbios="9A.0B.12.00.00", ecc=False, own_memory=False,
+)  # fmt: skip
+_VGPU = Model(
+    name="NVIDIA A40-48Q", device_id="2235", pci_class="0300", arch="Ampere", mem_bytes=49152 * _MIB,
+    sm_clock_max_mhz=1740, sm_clock_busy_mhz=1695, sm_clock_idle_mhz=210,
+    mem_clock_max_mhz=7251, mem_clock_idle_mhz=405,
+    idle_pstate=8, pcie_gen=4, pcie_gen_idle=4,
+    power_limit_w=300.0, power_busy_w=280.0, power_idle_w=30.0, power_capped=False,
+    slowdown_c=90.0, warm_c=65.0, hbm=False, has_margin=False, has_serial=False,
+    part_number="", vbios="00.00.00.00.00", ecc=False, guest=True,
+)  # fmt: skip
+
+SHORT: dict[str, Model] = {
+    "H100": _H100, "H200": _H200, "A100": _A100, "RTX 4090": _RTX4090, "T4": _T4, "GH200": _GH200,
+    "L40S": _L40S, "RTX 6000 Ada": _RTX6000, "GB10": _GB10, "vGPU": _VGPU,
+}  # fmt: skip
 """Every model that can be simulated, by its short name."""
 
 _MODELS = SHORT | {model.name: model for model in SHORT.values()}

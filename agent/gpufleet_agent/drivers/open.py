@@ -9,11 +9,12 @@ from typing import Literal
 
 from gpufleet.config import ConfigError
 from gpufleet_agent import scenario
-from gpufleet_agent.drivers import DriverError, Host, Progress
+from gpufleet_agent.drivers import DriverError, Host, Progress, amdgpu
+from gpufleet_agent.drivers.composite import CompositeHost
 from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.drivers.sysfs import Sysfs, SysfsHost
 
-DRIVERS = ("auto", "nvml", "simulated", "none")
+DRIVERS = ("auto", "nvml", "amdgpu", "simulated", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ def open_host(
     """The host as `driver` sees it.
 
     Args:
-        driver: auto, nvml, simulated or none. "auto" is NVML where its library loads or NVIDIA cards are on
-            the bus, else a host without cards.
+        driver: auto, nvml, amdgpu, simulated or none. "auto" is NVML where its library loads or NVIDIA cards
+            are on the bus, amdgpu where AMD cards are, both on a mixed host, else a host without cards.
         root: Where /proc and /sys are.
         progress: Where calls that may hang are announced.
         simulated: For "simulated" only.
@@ -60,14 +61,20 @@ def open_host(
         if simulated is None:
             raise ValueError("driver simulated: which scenario and which node of it?")
         return _simulated(simulated, progress)
+    if driver not in DRIVERS:
+        raise ValueError(f"driver {driver!r}: use one of {', '.join(DRIVERS)}")
+    hosts: list[Host] = []
     if driver == "nvml" or (driver == "auto" and (_library_loads() or _cards_on_bus(root))):
         # here, because it loads the binding's megabytes
         from gpufleet_agent.drivers.nvml import NvmlHost
 
-        return NvmlHost(root, progress, skip=skip)
-    if driver in ("auto", "none"):
-        return SysfsHost(root)
-    raise ValueError(f"driver {driver!r}: use one of {', '.join(DRIVERS)}")
+        hosts.append(NvmlHost(root, progress, skip=skip))
+    if driver == "amdgpu" or (driver == "auto" and amdgpu.on_host(root)):
+        hosts.append(amdgpu.AmdHost(root, progress, skip=skip))
+    if not hosts:
+        # "none" is also what is left when the driver as a whole hangs
+        return SysfsHost(root, ask_driver=driver == "auto")
+    return hosts[0] if len(hosts) == 1 else CompositeHost(hosts)
 
 
 def _simulated(which: Simulated, progress: Progress | None) -> SimulatedHost:

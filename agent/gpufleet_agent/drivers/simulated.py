@@ -26,7 +26,9 @@ from gpufleet_agent.drivers import (
     Progress,
     Ring,
     cards,
+    nvidia_cards,
 )
+from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
 
@@ -43,6 +45,14 @@ _GONE_WORDS = {
     "no_permission": f"NVIDIA {DRIVER}, no permission",
     "driver_failed": f"NVIDIA {DRIVER}, fails",
 }
+_SPLIT = Null(Reason.NOT_SUPPORTED, "MIG")
+_UNIFIED = Null(Reason.NOT_SUPPORTED, "unified_memory")
+_PCIE = ("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")
+_NOT_UNIFIED = ("mem_used_bytes", "mem_total_bytes", *_PCIE)
+_NOT_IN_GUESTS = (
+    "power_limit_w", "temperature_c", "temperature_margin_c", "mem_temperature_c", "energy_j_total", *_PCIE,
+    "power_cap_s_total", "sync_boost_s_total", "sw_thermal_s_total", "hw_thermal_s_total", "hw_brake_s_total",
+)  # fmt: skip
 _USED = {"train": 0.86, "inference": 0.71, "idle": 0.006}
 
 
@@ -91,12 +101,18 @@ class SimulatedGpu:
             "power_limit_default_w": f"{model.power_limit_w:g}",
             "pcie_gen_max": str(model.pcie_gen),
             "pcie_width_max": "16",
-            "mem_total_bytes": str(model.mem_bytes),
+            "mem_total_bytes": str(model.mem_bytes) if model.own_memory else "",
+            "device_id": model.device_id,
+            "virtualization": "vgpu" if model.guest else "none",
         }
+        known = nvidia_cards.find(model.name, model.device_id)
+        if known is not None:
+            found["card_kind"] = "vgpu" if model.guest else known.kind
+            found["form_factor"] = known.form_factor
         return {name: text for name, text in found.items() if text}
 
     def read(self, group: str) -> Row:
-        """The metrics of "ring" or "gpu"; nothing for a group that is not simulated.
+        """The metrics of "ring", "gpu" or "gpu_health"; nothing for a group that is not simulated.
 
         Raises:
             Lost, Hung: This card does not answer.
@@ -105,11 +121,14 @@ class SimulatedGpu:
         t = self._host.now()
         if group == "ring":
             return self._ring(phase, t)
+        if group == "gpu_health":
+            return health(self._host.model, phase, t, DRIVER, self._host.library_version())
         if group != "gpu":
             return {}
         row = self._gpu(phase, t)
-        if not self.ring.values:
-            row.update(self._ring(phase, t))
+        for name, cell in self._ring(phase, t).items():
+            if not self.ring.values.get(name):
+                row |= {f"{name}{end}": cell for end in ("", "_min", "_p10")}
         return row
 
     def answer(self, call: str) -> CardPhase:
@@ -130,7 +149,7 @@ class SimulatedGpu:
         finally:
             host.progress.leave()
         if phase.lost or not phase.listed or phase.board.uuid != self.uuid:
-            raise Lost("gpu_is_lost", f"{self.pci} does not answer")
+            raise Lost(phase.lost_code or "gpu_is_lost", f"{self.pci} does not answer")
         return phase
 
     def _ring(self, phase: CardPhase, t: float) -> dict[str, Cell]:
@@ -141,9 +160,11 @@ class SimulatedGpu:
         if not phase.steady:
             clock += 15 * ((bits >> 8) % 3 - 1)
         return {
-            "util_pct": self._util(phase, t, bits),
+            "util_pct": _SPLIT if phase.mig else self._util(phase, t, bits),
             "sm_clock_mhz": float(round(min(clock, self._host.model.sm_clock_max_mhz))),
-            "power_w": round(min(power * (1 + ((bits >> 16) % 1001 - 500) * 2e-5), phase.limit_w), 3),
+            "power_w": _ABSENT
+            if self._host.model.guest
+            else round(min(power * (1 + ((bits >> 16) % 1001 - 500) * 2e-5), phase.limit_w), 3),
         }
 
     def _util(self, phase: CardPhase, t: float, bits: int) -> float:
@@ -159,9 +180,9 @@ class SimulatedGpu:
         totals = phase.totals(t)
         temperature = float(round(phase.temperature_c(t)))
         idle = not phase.util
-        return {
+        row: dict[str, Cell] = {
             "power_limit_w": phase.limit_w,
-            "mem_util_pct": float(round(0.62 * phase.util)),
+            "mem_util_pct": _SPLIT if phase.mig else float(round(0.62 * phase.util)),
             "mem_clock_mhz": float(model.mem_clock_idle_mhz if idle else model.mem_clock_max_mhz),
             "mem_used_bytes": int(model.mem_bytes * _USED[phase.kind]),
             "mem_total_bytes": model.mem_bytes,
@@ -171,6 +192,7 @@ class SimulatedGpu:
             "pstate": model.idle_pstate if idle else 0,
             "clock_reasons": phase.reasons_cut if phase.is_cut(t) else phase.reasons,
             "power_cap_s_total": totals.power_cap_s,
+            "sync_boost_s_total": 0.0,
             "sw_thermal_s_total": totals.sw_thermal_s,
             "hw_thermal_s_total": totals.hw_thermal_s,
             "hw_brake_s_total": totals.hw_brake_s,
@@ -180,6 +202,11 @@ class SimulatedGpu:
             "pcie_width": phase.width,
             "pcie_width_max": 16,
         }
+        if model.guest:
+            row |= dict.fromkeys(_NOT_IN_GUESTS, _ABSENT)
+        if not model.own_memory:
+            row |= dict.fromkeys(_NOT_UNIFIED, _UNIFIED)
+        return row
 
 
 class SimulatedHost:
@@ -257,12 +284,19 @@ class SimulatedHost:
             "driver": self._driver(),
         }
         if self._cards and not self._phase().gone:
-            found |= {"driver_version": DRIVER, "cuda": CUDA}
+            found |= {"driver_version": DRIVER, "cuda": CUDA, "library_version": self.library_version()}
         return Item("node:", found)
+
+    def library_version(self) -> str:
+        """Of the driver's library on disk."""
+        return self._phase().library or DRIVER
 
     def _driver(self) -> str:
         if not self._cards:
             return "no NVIDIA driver"
+        library = self._phase().library
+        if library and not self._phase().gone:
+            return f"simulated {DRIVER}, library {library}: reload the driver or reboot"
         return _GONE_WORDS.get(self._phase().gone, f"simulated {DRIVER}")
 
     def read(self, group: str) -> Row:
@@ -326,8 +360,12 @@ class SimulatedHost:
 
     def _pci(self, phase: CardPhase) -> Row:
         present = phase.bus == "ok"
-        gen: Cell = phase.gen_now(self.model) if present else _UNREADABLE
-        width: Cell = phase.width if present else _UNREADABLE
+        link: dict[str, Cell] = dict.fromkeys(_PCIE, _UNREADABLE)
+        if present and self.model.guest:
+            link = dict.fromkeys(_PCIE, Null(Reason.NOT_SUPPORTED, "ENOENT"))
+        elif present:
+            gen = self.model.pcie_gen
+            link = dict(zip(_PCIE, (phase.gen_now(self.model), gen, phase.width, 16), strict=True))
         return {
             "pci": phase.board.pci,
             "device_kind": "gpu",
@@ -336,10 +374,8 @@ class SimulatedHost:
             "present": present,
             "bound_driver": "nvidia" if phase.bound else "",
             "gpu_uuid": phase.board.uuid if phase.bound else Null(Reason.NOT_SUPPORTED, "ENOENT"),
-            "pcie_gen": gen,
-            "pcie_gen_max": self.model.pcie_gen if present else _UNREADABLE,
-            "pcie_width": width,
-            "pcie_width_max": 16 if present else _UNREADABLE,
+            "excluded": phase.excluded if phase.bound else Null(Reason.NOT_SUPPORTED, "ENOENT"),
+            **link,
             "numa_node": phase.board.slot % 8 // 4,
             "parent": phase.board.parent,
             "runtime_status": "active",

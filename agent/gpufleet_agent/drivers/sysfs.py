@@ -8,13 +8,23 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 from gpufleet.event import Event
 from gpufleet.metric import Cell, Null, Reason, Row, Value
-from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu, Item, Link, Process
+from gpufleet_agent.drivers import (
+    BenchResult,
+    DriverError,
+    DriverGone,
+    Gpu,
+    Item,
+    Link,
+    NoProgress,
+    Process,
+    Progress,
+)
 
 NVIDIA = "10de"
 
@@ -25,6 +35,16 @@ _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
 _RUNTIME = ("active", "suspended", "suspending", "resuming", "error", "unsupported")
 _GPU_CLASSES = {NVIDIA: ("0300", "0302", "0380"), "1002": ("0300", "0302", "0380", "1200")}
 _GONE_WIDTH = "63"
+_LIBRARY_PLACES = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/lib/x86_64-linux-gnu/nvidia/current",
+    "/usr/lib/nvidia",
+    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
+    "/run/opengl-driver/lib",
+)
 _PIECE = 1 << 16
 _MOST_PIECES = 64
 _UNPARSABLE = Null(Reason.FAILED, "unparsable")
@@ -41,12 +61,33 @@ _PLACEHOLDERS = (
 
 
 class Sysfs:
-    """Readers below one root, which tests set to a captured tree."""
+    """Readers below one root, which tests set to a captured tree.
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    One file here is not the kernel's own: what NVIDIA's module tells of a card calls into that driver, so it
+    may hang, and wakes a card that sleeps. It is announced, read once per load of the module, and never for a
+    card in `skip` or one that sleeps.
+
+    Args:
+        root: Where /proc and /sys are.
+        progress: Where that read is announced.
+        skip: Addresses of cards that must not be touched.
+        ask_driver: False = that file is not read for any card.
+    """
+
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        progress: Progress | None = None,
+        skip: Collection[str] = (),
+        ask_driver: bool = True,
+    ) -> None:
         self._root = root
         self._pci = root / "sys/bus/pci/devices"
         self._nvidia = root / "proc/driver/nvidia"
+        self._progress: Progress = progress or NoProgress()
+        self._skip = frozenset(skip)
+        self._ask_driver = ask_driver
+        self._told: dict[str, tuple[int, str]] = {}
 
     def pci_devices(self) -> list[Row]:
         """GPUs, NVSwitches and HCAs, in order of their addresses; the columns of probe `pci`.
@@ -65,21 +106,64 @@ class Sysfs:
 
     def nvidia_cards(self) -> tuple[str, ...]:
         """Addresses of NVIDIA cards on the bus, but for those handed to virtual machines."""
-        return tuple(
-            str(row["pci"])
-            for row in self.pci_devices()
-            if row["device_kind"] == "gpu"
-            and row["vendor_id"] == NVIDIA
-            and row["bound_driver"] not in ("vfio-pci", "pci-stub")
-        )
+        found: list[str] = []
+        for name in self._addresses():
+            device = self._pci / name
+            vendor, pci_class = _hex(_text(device / "vendor")), _hex(_text(device / "class"))
+            is_card = vendor == NVIDIA and self._kind(device, vendor, pci_class) == "gpu"
+            if is_card and _link(device / "driver") not in ("vfio-pci", "pci-stub"):
+                found.append(name)
+        return tuple(found)
+
+    def devices_of(self, vendor: str) -> list[str]:
+        """Addresses of a vendor's devices; asks no driver of anything.
+
+        Raises:
+            DriverError: The bus cannot be listed.
+        """
+        return [name for name in self._addresses() if _hex(_text(self._pci / name / "vendor")) == vendor]
+
+    def kind(self, address: str) -> str:
+        """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
+        device = self._pci / address
+        return self._kind(device, _hex(_text(device / "vendor")), _hex(_text(device / "class")))
+
+    def present(self, address: str) -> Cell:
+        """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
+        return _present(self._pci / address)
+
+    def link(self, address: str) -> dict[str, Cell]:
+        """`pcie_gen`, `pcie_gen_max`, `pcie_width`, `pcie_width_max` of the device's own link."""
+        device = self._pci / address
+        return {
+            "pcie_gen": _parsed(_text(device / "current_link_speed"), _generation),
+            "pcie_gen_max": _parsed(_text(device / "max_link_speed"), _generation),
+            "pcie_width": _parsed(_text(device / "current_link_width"), _lanes),
+            "pcie_width_max": _parsed(_text(device / "max_link_width"), _lanes),
+        }
 
     def knows_card(self, address: str) -> bool:
         """Whether the NVIDIA kernel module took the card."""
         return _exists(self._nvidia / "gpus" / address)
 
+    def answers(self, address: str) -> bool:
+        """False only when the bus no longer lists the device, or it reads all ones."""
+        device = self._pci / address
+        if not _exists(device):
+            return not _exists(self._pci)
+        return _present(device) is not False
+
+    def excluded(self, address: str) -> Cell:
+        """Whether the NVIDIA kernel module was told to leave the card alone."""
+        text = self._information(address)
+        if isinstance(text, Null):
+            return text
+        found = re.search(r"^GPU Excluded:\s*(Yes|No)\b", text, re.MULTILINE)
+        return found[1] == "Yes" if found else Null(Reason.NOT_SUPPORTED, "not_said")
+
     def gpu_uuid(self, address: str) -> Cell:
         """UUID of a card by the NVIDIA kernel module."""
-        text = _text(self._nvidia / "gpus" / address / "information")
+        text = self._information(address)
         if isinstance(text, Null):
             return text
         found = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
@@ -89,6 +173,48 @@ class Sysfs:
             return found[1]
         # question marks until something initialises the card
         return Null(Reason.NOT_READ, "not_initialised") if "?" in found[1] else _UNPARSABLE
+
+    def _information(self, address: str) -> str | Null:
+        """What the NVIDIA kernel module tells of a card; asked once, when it can tell who the card is."""
+        home = self._nvidia / "gpus" / address
+        known = self._told.get(address)
+        here = _inode(home)
+        if known is not None and here and known[0] == here:
+            return known[1]
+        if not here:
+            return _text(home / "information")
+        if not self._ask_driver or address in self._skip:
+            return Null(Reason.NOT_READ, "left_alone")
+        if self.runtime_status(address) == "suspended":
+            return _ASLEEP
+        self._progress.enter(address, "proc_information")
+        try:
+            text = _text(home / "information")
+        finally:
+            self._progress.leave()
+        if not isinstance(text, Null) and _UUID.search(text):
+            self._told[address] = (here, text)
+        return text
+
+    def module(self) -> tuple[str, int, int]:
+        """Changes whenever another NVIDIA kernel module is loaded, also one of the same version."""
+        version = self._nvidia / "version"
+        return self.driver_version(), _inode(version), _inode(self._root / "sys/module/nvidia")
+
+    def library_version(self) -> str:
+        """Of the NVIDIA library that a process started now would load; empty when it is not found."""
+        mapped = _text(self._root / "proc/self/maps")
+        places = [] if isinstance(mapped, Null) else re.findall(r"(/\S*)/libnvidia-ml\.so\.\d", mapped)
+        for place in (*places[:1], *_LIBRARY_PLACES):
+            target = _link(self._root / place.lstrip("/") / "libnvidia-ml.so.1")
+            found = re.search(r"\.so\.(\d{1,5}(?:\.\d{1,5}){1,3})$", str(target))
+            if found:
+                return found[1]
+        return ""
+
+    def has_process(self, pid: int) -> bool:
+        """Whether a process of that number runs."""
+        return _exists(self._root / "proc" / str(pid))
 
     def driver_version(self) -> str:
         """Of the loaded NVIDIA kernel module; empty when none is."""
@@ -163,25 +289,33 @@ class Sysfs:
         else:
             return ""
         # a virtual function is a share of a device that is here already
-        return "" if _exists(device / "physfn") else kind
+        return "" if _exists(device / "physfn") or self._in_processor(device, vendor, group) else kind
+
+    def _in_processor(self, device: Path, vendor: str, group: str) -> bool:
+        """Whether this is the graphics part of an AMD processor, which is no card of a fleet.
+
+        The processor's own devices, of AMD's other vendor number, are further functions of the same slot; and
+        only for these does amdgpu have a north bridge voltage.
+        """
+        if vendor != "1002" or not group.startswith("03"):
+            return False
+        slot = device.name.rpartition(".")[0]
+        functions = (self._pci / f"{slot}.{number}" for number in range(8))
+        if any(_hex(_text(function / "vendor")) == "1022" for function in functions):
+            return True
+        return any(_exists(hwmon / "in1_input") for hwmon in _listed(device / "hwmon"))
 
     def _device(self, device: Path, kind: str, vendor: str) -> Row:
         address = device.name
         status = self.runtime_status(address)
         asleep = status == "suspended"
         present: Cell = _ASLEEP if asleep else _present(device)
-        speeds = ("current_link_speed", "max_link_speed")
-        widths = ("current_link_width", "max_link_width")
-        gen: Cell
-        gen_max: Cell
-        width: Cell
-        width_max: Cell
+        link: Row
         if asleep or present is False:
             nothing = _ASLEEP if asleep else _NO_ANSWER
-            gen, gen_max, width, width_max = (nothing,) * 4
+            link = dict.fromkeys(("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max"), nothing)
         else:
-            gen, gen_max = (_parsed(_text(device / name), _generation) for name in speeds)
-            width, width_max = (_parsed(_text(device / name), _lanes) for name in widths)
+            link = self.link(address)
         module_knows = kind == "gpu" and vendor == NVIDIA
         return {
             "pci": address,
@@ -191,10 +325,8 @@ class Sysfs:
             "present": present,
             "bound_driver": _link(device / "driver"),
             "gpu_uuid": self.gpu_uuid(address) if module_knows else Null(Reason.NOT_SUPPORTED),
-            "pcie_gen": gen,
-            "pcie_gen_max": gen_max,
-            "pcie_width": width,
-            "pcie_width_max": width_max,
+            "excluded": self.excluded(address) if module_knows else Null(Reason.NOT_SUPPORTED),
+            **link,
             "numa_node": _parsed(_text(device / "numa_node"), _numa),
             "parent": _parent(device),
             "runtime_status": status,
@@ -219,8 +351,8 @@ class Sysfs:
 class SysfsHost:
     """A host whose cards nobody asks: it has none, or their driver's library is not there."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self.sysfs = Sysfs(root)
+    def __init__(self, root: Path = Path("/"), ask_driver: bool = True) -> None:
+        self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.epoch = 1
 
     @property
@@ -309,11 +441,26 @@ def _text(path: Path) -> str | Null:
         return _null(error)
 
 
+def _inode(path: Path) -> int:
+    """Number of the file; 0 when there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
         return False
+
+
+def _listed(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []
 
 
 def _plain(text: str | Null) -> str:

@@ -59,6 +59,7 @@ class NodePhase:
         epoch: Initialisations of the driver so far, from 1.
         gone: Code of `DriverGone`; empty while the driver answers.
         down: The host is rebooting.
+        library: Version of the driver's library on disk; empty = that of the driver.
     """
 
     start: float
@@ -67,6 +68,7 @@ class NodePhase:
     epoch: int
     gone: str
     down: bool
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,32 @@ class Totals:
     hw_thermal_s: float = 0.0
     hw_brake_s: float = 0.0
     energy_j: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Counts since the driver was loaded; `life_` and remapped rows: over the board's life."""
+
+    dram_corrected: float = 0.0
+    dram_uncorrectable: float = 0.0
+    sram_corrected: float = 0.0
+    sram_uncorrectable: float = 0.0
+    life_dram_corrected: float = 0.0
+    life_dram_uncorrectable: float = 0.0
+    life_sram_corrected: float = 0.0
+    life_sram_uncorrectable: float = 0.0
+    remapped_uncorrectable: float = 0.0
+    replays: float = 0.0
+
+    def plus(self, **counts: float) -> "Errors":
+        """These errors on top."""
+        return replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
+
+    def reloaded(self) -> "Errors":
+        """What is left when the driver is loaded anew."""
+        kept = ("life_dram_corrected", "life_dram_uncorrectable", "life_sram_corrected",
+                "life_sram_uncorrectable", "remapped_uncorrectable")  # fmt: skip
+        return Errors(**{name: getattr(self, name) for name in kept})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +145,17 @@ class CardPhase:
     settle_s: float = _SETTLE_S
     start_c: float = _AMBIENT_C
     before: Totals = Totals()
+    lost_code: str = ""
+    excluded: bool = False
+    action: str = "none"
+    remap_pending: bool = False
+    remap_failed: bool = False
+    sram_threshold: bool = False
+    mig: bool = False
+    persistence: bool = True
+    fabric: str = "completed"
+    rates: Errors = Errors()
+    errors_before: Errors = Errors()
 
     def is_cut(self, t: float) -> bool:
         """Whether hardware slows the card at this very moment."""
@@ -130,6 +169,12 @@ class CardPhase:
         """Settles exponentially to what the power makes of it."""
         settled = math.exp(-max(0.0, t - self.start) / self.settle_s)
         return self.target_c + (self.start_c - self.target_c) * settled
+
+    def errors(self, t: float) -> Errors:
+        """The counts of errors at `t`; `rates` are per second."""
+        passed = max(0.0, t - self.start)
+        names = Errors.__dataclass_fields__
+        return self.errors_before.plus(**{name: getattr(self.rates, name) * passed for name in names})
 
     def totals(self, t: float) -> Totals:
         """The cumulative counters at `t`."""
@@ -170,7 +215,8 @@ def node_timeline(scenario: Scenario, node: str) -> Timeline[NodePhase]:
     ]
     first = -uptime_at_start_s(scenario, node)
     phases: list[NodePhase] = []
-    for start in _starts((*reboots, *unloads), reloads):
+    upgrades = [fault for fault in faults if fault.kind == "library_upgraded"]
+    for start in _starts((*reboots, *unloads, *upgrades), reloads):
         done = [fault.end for fault in reboots if fault.end <= start]
         gone = [fault for fault in unloads if fault.active(start)]
         phases.append(
@@ -182,6 +228,7 @@ def node_timeline(scenario: Scenario, node: str) -> Timeline[NodePhase]:
                 epoch=1 + len({when for when in reloads if when <= start}),
                 gone=str(gone[-1].param("code")) if gone else "",
                 down=any(fault.active(start) for fault in reboots),
+                library=next((str(one.param("version")) for one in upgrades if one.active(start)), ""),
             )
         )
     return Timeline(phases)
@@ -201,8 +248,9 @@ def card_timeline(scenario: Scenario, node: str, slot: int, host: Timeline[NodeP
         active = [fault for fault in faults if fault.active(start)]
         load = [one for one in loads if one.at <= start and (one.until is None or start < one.until)][-1]
         phase = _phase(start, model, board, host.at(start), load, active)
-        phase = _seen(phase, active, host)
-        phases.append(_continue(phase, phases, model, scenario, node))
+        phase = _healthy(_seen(phase, active, host), active)
+        begun = [fault for fault in active if fault.at == start]
+        phases.append(_continue(phase, phases, model, scenario, node, begun))
     return Timeline(phases)
 
 
@@ -319,9 +367,12 @@ def _seen(phase: CardPhase, active: Sequence[Fault], host: Timeline[NodePhase]) 
             again = now.epoch > host.at(fault.at).epoch
             gone = "absent" if again else str(fault.param("bus"))
             phase = replace(phase, lost=True, bus=gone, listed=phase.listed and not again)
+            phase = replace(phase, lost_code=str(fault.param("code")))
         elif fault.kind == "card_absent":
-            bus = fault.param("where") == "bus"
-            phase = replace(phase, listed=False, bus="absent" if bus else phase.bus, bound=False)
+            where = fault.param("where")
+            # the kernel module holds a card that it was told to leave alone
+            phase = replace(phase, listed=False, bound=where == "excluded", excluded=where == "excluded")
+            phase = replace(phase, bus="absent" if where == "bus" else phase.bus)
         elif fault.kind == "driver_hang":
             phase = replace(phase, hang=str(fault.param("call")))
         elif fault.kind == "pcie_width":
@@ -333,8 +384,51 @@ def _seen(phase: CardPhase, active: Sequence[Fault], host: Timeline[NodePhase]) 
     return phase
 
 
+def _healthy(phase: CardPhase, active: Sequence[Fault]) -> CardPhase:
+    """What ails the card but does not slow it."""
+    for fault in active:
+        if fault.kind == "ecc_corrected":
+            rate, where = fault.number("per_hour") / 3600, fault.param("where")
+            counts = {f"{where}_corrected": rate, f"life_{where}_corrected": rate}
+            phase = replace(phase, rates=phase.rates.plus(**counts))
+        elif fault.kind == "pcie_replays":
+            phase = replace(phase, rates=phase.rates.plus(replays=fault.number("per_minute") / 60))
+        elif fault.kind == "sram_threshold":
+            phase = replace(phase, sram_threshold=True)
+        elif fault.kind == "remap_pending":
+            phase = replace(phase, remap_pending=True)
+        elif fault.kind == "remap_failed":
+            phase = replace(phase, remap_failed=True)
+        elif fault.kind == "recovery_action":
+            phase = replace(phase, action=str(fault.param("action")))
+        elif fault.kind == "mig_on":
+            phase = replace(phase, mig=True)
+        elif fault.kind == "persistence_off":
+            phase = replace(phase, persistence=False)
+        elif fault.kind == "fabric_stuck":
+            phase = replace(phase, fabric=str(fault.param("state")))
+    return phase
+
+
+def _struck(errors: Errors, begun: Sequence[Fault]) -> Errors:
+    """The errors that faults bring when they begin."""
+    for fault in begun:
+        if fault.kind == "ecc_uncorrectable":
+            count, where = fault.number("count"), fault.param("where")
+            counts = {f"{where}_uncorrectable": count, f"life_{where}_uncorrectable": count}
+            errors = errors.plus(**counts)
+        elif fault.kind == "remap_pending":
+            errors = errors.plus(remapped_uncorrectable=1)
+    return errors
+
+
 def _continue(
-    phase: CardPhase, phases: Sequence[CardPhase], model: cards.Model, scenario: Scenario, node: str
+    phase: CardPhase,
+    phases: Sequence[CardPhase],
+    model: cards.Model,
+    scenario: Scenario,
+    node: str,
+    begun: Sequence[Fault],
 ) -> CardPhase:
     """Counters and temperature go on from the last phase; counters start anew with the driver."""
     if not phases:
@@ -342,11 +436,14 @@ def _continue(
         worked = up * (0.5 + phase.board.key % 400 / 1000)
         capped = worked if model.power_capped else 0.0
         before = Totals(power_cap_s=capped, energy_j=worked * model.power_busy_w)
-        return replace(phase, start_c=phase.target_c, before=before)
+        errors = _struck(Errors(), begun)
+        return replace(phase, start_c=phase.target_c, before=before, errors_before=errors)
     last = phases[-1]
     same = last.epoch == phase.epoch
     before = last.totals(phase.start) if same else Totals()
-    return replace(phase, start_c=last.temperature_c(phase.start), before=before)
+    errors = last.errors(phase.start) if same else last.errors(phase.start).reloaded()
+    errors = _struck(errors if last.board == phase.board else Errors(), begun)
+    return replace(phase, start_c=last.temperature_c(phase.start), before=before, errors_before=errors)
 
 
 def _slowed(passed: float, duty: float) -> float:

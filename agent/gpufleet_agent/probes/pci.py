@@ -21,6 +21,7 @@ METRICS = (
     Metric("present", Type.BOOL, Unit.ONE, Kind.STATE, "False when the device is listed but reads all ones: fallen off the bus.", rollup="min"),
     Metric("bound_driver", _S, Unit.TEXT, Kind.STATE, "Kernel driver that holds it: nvidia, vfio-pci, ...; empty = none (lspci -k).", rollup="last"),
     Metric("gpu_uuid", _S, Unit.TEXT, Kind.STATE, "UUID by /proc/driver/nvidia, where the kernel module knows the card.", rollup="last"),
+    Metric("excluded", Type.BOOL, Unit.ONE, Kind.STATE, "NVIDIA's module was told to leave the card alone (/proc/driver/nvidia/gpus/*/information).", rollup="last"),
     Metric("pcie_gen", _U, Unit.ONE, Kind.STATE, "PCIe generation now, from the link speed (lspci -vv LnkSta).", 1, 8, "min"),
     Metric("pcie_gen_max", _U, Unit.ONE, Kind.STATE, "PCIe generation the device can do (lspci -vv LnkCap).", 1, 8, "last"),
     Metric("pcie_width", _U, Unit.ONE, Kind.STATE, "PCIe lanes now.", 1, 32, "min"),

@@ -1,8 +1,13 @@
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 
+from gpufleet_agent.drivers.nvml import NvmlHost
 from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.scenario import Scenario, load, parse
 
@@ -90,9 +95,10 @@ class Tree:
             (self.root / home / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
         return home
 
-    def nvidia(self, address: str, uuid: str) -> None:
+    def nvidia(self, address: str, uuid: str, excluded: str = "No") -> None:
         """A card as the kernel module knows it."""
         text = f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 30\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+        text += f"GPU Excluded:\t {excluded}\n"
         self.write(f"proc/driver/nvidia/gpus/{address}/information", text)
 
     def host(self) -> None:
@@ -130,3 +136,174 @@ def tree(tmp_path: Path) -> Tree:
     made = Tree(tmp_path)
     made.host()
     return made
+
+
+def nvml_uuid(slot: int) -> str:
+    return f"GPU-00000000-0000-4000-8000-00000000000{slot:x}"
+
+
+def nvml_address(slot: int) -> str:
+    return f"0000:{slot + 16:02x}:00.0"
+
+
+class NvmlError(Exception):
+    """Like pynvml's: a value, and no hash."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.value = value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Array:
+    """Like an array of ctypes: a length and places, but no iterator."""
+
+    __iter__ = None
+
+    def __init__(self, values: list[object]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int) -> object:
+        return self.values[place]
+
+
+class Nvml:
+    """A driver with cards; `fail[name]` or `fail[name, slot]` is the code that a call answers with."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self.slots = list(range(slots))
+        self.fail: dict[str | tuple[str, int], int | Exception] = {}
+        self.says: dict[str | tuple[str, int], object] = {}
+        self.fields: dict[int | tuple[int, int], object] = {}
+        self.missing: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        self.answers = dict(_ANSWERS)
+
+    def field(self, number: int, value: float, kind: int = 3, code: int = 0) -> object:
+        """One answer of a batch, in the real binding's structure."""
+        made = pynvml.c_nvmlFieldValue_t()
+        made.fieldId, made.valueType, made.nvmlReturn = number, kind, code
+        setattr(made.value, ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[kind], value)
+        return made
+
+    def array(self, values: list[object]) -> object:
+        return Array(values)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if not name.startswith("nvml") or name in self.missing:
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: object) -> object:
+        self.calls[name] += 1
+        if name == "nvmlDeviceGetMemoryInfo" and len(args) > 1:
+            name = "nvmlDeviceGetMemoryInfo_v2"
+        slot = self._slot(name, args)
+        trouble = self.fail.get((name, slot), self.fail.get(name))
+        if trouble is not None:
+            raise NvmlError(trouble) if isinstance(trouble, int) else trouble
+        for key in ((name, slot), name):
+            if key in self.says:
+                said = self.says[key]
+                return said(*args) if callable(said) else said
+        if name == "nvmlDeviceGetFieldValues":
+            assert isinstance(args[1], list)
+            usual = {one: self.field(one, 2_000_000_000) for one in args[1]}
+            return Array([self.fields.get((one, slot), self.fields.get(one, usual[one])) for one in args[1]])
+        return {
+            "nvmlDeviceGetCount": len(self.slots),
+            "nvmlDeviceGetHandleByIndex": SimpleNamespace(slot=slot),
+            "nvmlDeviceGetHandleByPciBusId": SimpleNamespace(slot=slot),
+            "nvmlDeviceGetPciInfo": SimpleNamespace(
+                busId=f"0000{nvml_address(slot).upper()}".encode(), pciDeviceId=0x233010DE
+            ),
+            "nvmlDeviceGetUUID": nvml_uuid(slot),
+            **self.answers,
+        }.get(name)
+
+    def _slot(self, name: str, args: tuple[object, ...]) -> int:
+        if name == "nvmlDeviceGetHandleByIndex":
+            assert isinstance(args[0], int)
+            return self.slots[args[0]]
+        if name == "nvmlDeviceGetHandleByPciBusId":
+            return int(str(args[0])[5:7], 16) - 16
+        return int(getattr(args[0], "slot", -1)) if args else -1
+
+
+_ANSWERS: dict[str, object] = {
+    "nvmlSystemGetDriverVersion": "570.133.20",
+    "nvmlSystemGetCudaDriverVersion_v2": 12080,
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=61),
+    "nvmlDeviceGetClockInfo": 1755,
+    "nvmlDeviceGetPowerUsage": 690_500,
+    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=85_520_809_984, used=70_000_000_000, free=1),
+    "nvmlDeviceGetMemoryInfo_v2": SimpleNamespace(total=85_520_809_984, used=70_000_000_000, free=1),
+    "nvmlDeviceGetTemperatureV": 64,
+    "nvmlDeviceGetTemperature": 63,
+    "nvmlDeviceGetMarginTemperature": 23,
+    "nvmlDeviceGetPerformanceState": 0,
+    "nvmlDeviceGetCurrentClocksEventReasons": 4,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 6,
+    "nvmlDeviceGetTotalEnergyConsumption": 5_000_500,
+    "nvmlDeviceGetCurrPcieLinkGeneration": 5,
+    "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetCurrPcieLinkWidth": 16,
+    "nvmlDeviceGetMaxPcieLinkWidth": 16,
+    "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
+    "nvmlDeviceGetSerial": "1650522000001",
+    "nvmlDeviceGetBoardPartNumber": "692-2G520-0200-000",
+    "nvmlDeviceGetVbiosVersion": "96.00.89.00.01",
+    "nvmlDeviceGetInforomImageVersion": "G520.0200.00.05",
+    "nvmlDeviceGetGspFirmwareVersion": b"570.133.20\x00",
+    "nvmlDeviceGetMinorNumber": 2,
+    "nvmlDeviceGetModuleId": 5,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetMaxCustomerBoostClock": 1980,
+    "nvmlDeviceGetMemoryBusWidth": 5120,
+    "nvmlDeviceGetArchitecture": 9,
+    "nvmlDeviceGetComputeRunningProcesses_v3": [],
+    "nvmlSystemGetNVMLVersion": "12.570.133.20",
+    "nvmlDeviceGetVirtualizationMode": 1,
+    "nvmlDeviceGetInforomConfigurationChecksum": 0x12345678,
+    "nvmlDeviceGetPdi": 0x0123456789ABCDEF,
+    "nvmlDeviceGetMigMode": [0, 0],
+    "nvmlDeviceGetPersistenceMode": 1,
+    "nvmlDeviceGetComputeMode": 0,
+    "nvmlDeviceGetEccMode": [1, 1],
+    "nvmlDeviceGetTotalEccErrors": 0,
+    "nvmlDeviceGetMemoryErrorCounter": 0,
+    "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+    "nvmlDeviceGetRowRemapperHistogram": SimpleNamespace(max=2560, high=0, partial=0, low=0, none=0),
+    "nvmlDeviceGetRepairStatus": [0, 0],
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": 0,
+    "nvmlDeviceGetPowerManagementLimit": 700_000,
+    "nvmlDeviceGetPowerManagementLimitConstraints": [200_000, 700_000],
+    "nvmlDeviceGetTemperatureThreshold": 95,
+    "nvmlDeviceGetPcieReplayCounter": 3,
+    "nvmlDeviceGetViolationStatus": SimpleNamespace(referenceTime=1, violationTime=4_000_000_000),
+}
+
+
+@pytest.fixture
+def make_nvml() -> Callable[[int], Nvml]:
+    return Nvml
+
+
+@pytest.fixture
+def nvml(tree: Tree) -> Nvml:
+    for slot in range(4):
+        tree.pci(nvml_address(slot))
+        tree.nvidia(nvml_address(slot), nvml_uuid(slot))
+    return Nvml()
+
+
+@pytest.fixture
+def host(tree: Tree, nvml: Nvml, clock: Clock) -> NvmlHost:
+    return NvmlHost(tree.root, None, nvml, clock=clock)

@@ -75,6 +75,8 @@ WRONG = {
     f'{FLEET}[[node]]\nnode = "*"\ngpus = 99\n': "key node[0].gpus: 99",
     "[fleet]\nnodes = 1\ngpus = 0\n[[load]]\ngpu = 0\n": "key load[0].gpu: 0: gpu-001 has no cards",
     '[fleet]\nnodes = 1\ngpus = 0\n[[fault]]\nnode = "*"\nkind = "driver_not_loaded"\n': "needs no driver",
+    '[fleet]\nnodes = 1\nmodel = "T4"\n[[fault]]\nnode = "*"\ngpu = 0\nkind = "mig_on"\n': "a Tesla T4 has",
+    FAULT + 'kind = "ecc_uncorrectable"\ngpu = 0\nparams = { where = "l2" }\n': "'l2': use one of dram, sram",
 }
 
 
@@ -134,7 +136,7 @@ def test_names_counts_and_models_of_hosts(scenarios: Path) -> None:
 
 def test_every_card_that_should_exist_is_in_the_inventory(everything: Scenario) -> None:
     rows = list(csv.DictReader(io.StringIO(everything.inventory_csv())))
-    assert len(rows) == 14 * 4 + 2
+    assert len(rows) == 25 * 4 + 2
     assert len({row["uuid"] for row in rows}) == len(rows)
     assert sum(row["node"] == "gpu-002" for row in rows) == 4  # the absent one too
     for row in rows:

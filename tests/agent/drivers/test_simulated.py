@@ -70,7 +70,7 @@ def test_every_probe_row_of_every_host_is_plausible_and_whole(clock: Clock) -> N
                 gpu_probe.tick(host)
             for name, probe in PROBES.items():
                 sweep = run_probe(name, probe, host, pytest.fail)
-                assert sweep.error == ("driver_not_loaded" if gone and name == "gpu" else "")
+                assert sweep.error == ("driver_not_loaded" if gone and name.startswith("gpu") else "")
                 bad = {Reason.IMPLAUSIBLE, Reason.NOT_READ, Reason.NO_PERMISSION}
                 assert not any(reason in bad for reasons in sweep.reasons for reason in reasons)
 
@@ -518,3 +518,154 @@ def test_B07_a_blocked_call_is_named_and_does_not_return(clock: Clock) -> None:
     thread.join(10)
     assert len(done) == 1
     assert not watch.inside
+
+
+# ---- health, and kinds of cards ----
+
+
+def health(host: SimulatedHost, index: int = 1) -> Row:
+    return host.gpus()[index].read("gpu_health")
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "column", "normal", "hit"),
+    [
+        ("sram_threshold", "", "ecc_sram_threshold_exceeded", False, True),
+        ("remap_pending", "", "remap_pending", False, True),
+        ("remap_failed", "", "remap_failed", False, True),
+        ("remap_failed", "", "remap_banks_none", 0, 1),
+        ("recovery_action", "action = 'node_reboot'", "recovery_action", "none", "node_reboot"),
+        ("mig_on", "", "mig_enabled", False, True),
+        ("mig_on", "", "remap_failed", False, Null(Reason.NOT_SUPPORTED, "NVML 3")),
+        ("mig_on", "", "ecc_uncorrectable_total", 0, Null(Reason.NOT_SUPPORTED, "NVML 3")),
+        ("persistence_off", "", "persistence_enabled", True, False),
+        ("fabric_stuck", "state = 'not_started'", "fabric_state", "completed", "not_started"),
+        ("sw_power_cap", "limit_w = 400", "power_limit_requested_w", 700, 400),
+    ],
+)
+def test_an_ailment_is_there_in_its_window_and_on_its_card_only(
+    clock: Clock, play: Play, kind: str, params: str, column: str, normal: Cell, hit: Cell
+) -> None:
+    host = play(faulty(kind, params))
+    for clock.t in (0, 9.9, 10, 69.9, 70, 1000):
+        values = [health(host, index)[column] for index in range(3)]
+        assert values == [normal, hit if 10 <= clock.t < 70 else normal, normal]
+
+
+def test_uncorrectable_errors_come_once_and_the_lifetime_count_outlives_a_reload(
+    clock: Clock, play: Play
+) -> None:
+    reboot = '[[fault]]\nat = 30\nnode = "*"\nkind = "reboot"\n'
+    host = play(faulty("ecc_uncorrectable", "count = 3, where = 'sram'") + reboot)
+
+    def counts() -> list[Cell]:
+        names = ("ecc_uncorrectable_total", "ecc_sram_uncorrectable_total", "ecc_dram_uncorrectable_total",
+                 "ecc_uncorrectable_lifetime_total")  # fmt: skip
+        return [health(host)[name] for name in names]
+
+    seen = []
+    for clock.t in (9, 10, 29, 95, 200):
+        seen.append(counts())
+    assert seen == [[0, 0, 0, 0], [3, 3, 0, 3], [3, 3, 0, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "column", "rate"),
+    [
+        ("ecc_corrected", "per_hour = 7200", "ecc_dram_corrected_total", 2.0),
+        ("ecc_corrected", "per_hour = 7200, where = 'sram'", "ecc_corrected_lifetime_total", 2.0),
+        ("pcie_replays", "per_minute = 30", "pcie_replay_total", 0.5),
+    ],
+)
+def test_errors_that_trickle_grow_by_their_rate_and_stay(
+    clock: Clock, play: Play, kind: str, params: str, column: str, rate: float
+) -> None:
+    host = play(faulty(kind, params))
+    seen = []
+    for clock.t in (0, 10, 40, 70, 500):
+        seen.append(health(host)[column])
+    assert seen == [0, 0, 30 * rate, 60 * rate, 60 * rate]
+    assert health(host, 0)[column] == 0
+
+
+def test_a_swapped_board_has_a_clean_life(clock: Clock, play: Play) -> None:
+    swap = '[[fault]]\nat = 30\nnode = "*"\ngpu = 1\nkind = "board_swap"\n'
+    host = play(faulty("ecc_uncorrectable") + swap)
+    clock.t = 20
+    assert health(host)["ecc_uncorrectable_lifetime_total"] == 1
+    clock.t = 31
+    assert health(host)["ecc_uncorrectable_lifetime_total"] == 0
+
+
+def test_A07_a_card_split_by_mig_has_no_utilisation_but_a_clock(clock: Clock, play: Play) -> None:
+    host = play(faulty("mig_on"))
+    clock.t = 20
+    gpu_probe.tick(host)
+    sweep = run_probe("gpu", gpu_probe, host, pytest.fail)
+    names = [metric.name for metric in gpu_probe.METRICS]
+    split, whole = (dict(zip(names, sweep.rows[index], strict=True)) for index in (1, 0))
+    for name in ("util_pct", "util_pct_min", "util_pct_p10", "mem_util_pct"):
+        assert split[name] is None
+        assert whole[name] is not None
+    assert set(sweep.reasons[1]) == {Reason.NOT_SUPPORTED}
+    assert split["sm_clock_mhz"] is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "absent"),
+    [
+        ("GB10", "integrated", {"mem_used_bytes", "mem_total_bytes", "pcie_gen", "pcie_width"}),
+        ("vGPU", "vgpu", {"temperature_c", "power_w", "power_limit_w", "pcie_gen", "energy_j_total"}),
+        ("RTX 6000 Ada", "workstation", {"mem_temperature_c"}),
+        ("L40S", "datacenter", {"mem_temperature_c"}),
+        ("GH200", "datacenter", set()),
+        ("RTX 4090", "consumer", {"mem_temperature_c"}),
+    ],
+)
+def test_A05_A12_kinds_of_cards(clock: Clock, play: Play, model: str, kind: str, absent: set[str]) -> None:
+    host = play(f'[fleet]\nnodes = 1\ngpus = 1\nmodel = "{model}"\n[[load]]\n')
+    row, identity = card(host), host.gpus()[0].identity()
+    assert identity["card_kind"] == kind
+    missing = {name for name, cell in row.items() if isinstance(cell, Null)}
+    assert absent <= missing
+    if not absent:
+        assert missing == set()
+    assert {cell.reason for cell in row.values() if isinstance(cell, Null)} <= {Reason.NOT_SUPPORTED}
+    assert number(row["util_pct"]) > 80
+    assert number(row["sm_clock_mhz"]) > 1000
+    for name in ("gpu", "gpu_health", "pci"):
+        sweep = run_probe(name, PROBES[name], host, pytest.fail)
+        assert (sweep.error, len(sweep.rows)) == ("", 1)
+        assert {reason for reasons in sweep.reasons for reason in reasons} <= {Reason.NOT_SUPPORTED}
+
+
+@pytest.mark.parametrize("code", ["gpu_is_lost", "unknown_error", "reset_required"])
+def test_cards_are_lost_in_several_ways(clock: Clock, play: Play, code: str) -> None:
+    host = play(faulty("card_lost", f"code = '{code}', bus = 'ok'"))
+    clock.t = 20
+    with pytest.raises(Lost) as caught:
+        card(host, 1)
+    assert caught.value.code == code
+    assert all(row["present"] is True for row in host.pci_devices())
+
+
+def test_an_excluded_card_is_listed_by_the_bus_alone(clock: Clock, play: Play) -> None:
+    host = play(faulty("card_absent", "where = 'excluded'"))
+    clock.t = 20
+    assert len(host.gpus()) == 2
+    assert [row["excluded"] for row in host.pci_devices()] == [False, True, False]
+    assert [row["bound_driver"] for row in host.pci_devices()] == ["nvidia"] * 3
+
+
+def test_B09_an_upgraded_library_beside_an_old_driver(clock: Clock, play: Play) -> None:
+    host = play(
+        "[fleet]\nnodes = 1\ngpus = 1\n[[fault]]\nat = 10\nnode = '*'\nkind = 'library_upgraded'\n"
+        "params = { version = '570.144.03' }\n"
+    )
+    before = health(host, 0)
+    assert before["driver_version"] == before["library_version"] == host.node().attributes["library_version"]
+    clock.t = 10
+    after = health(host, 0)
+    assert (after["driver_version"], after["library_version"]) == (before["driver_version"], "570.144.03")
+    assert "570.144.03" in host.node().attributes["driver"]
+    assert number(card(host)["temperature_c"]) > 0  # what runs goes on

@@ -47,6 +47,7 @@ def test_a_card_on_the_bus(tree: Tree) -> None:
         "present": True,
         "bound_driver": "nvidia",
         "gpu_uuid": UUID,
+        "excluded": False,
         "pcie_gen": 5,
         "pcie_gen_max": 5,
         "pcie_width": 16,

@@ -43,14 +43,12 @@ class Spooled:
     path: Path
 
     def bodies(self) -> list[pb.Body]:
-        with contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
-            try:
-                return [
-                    pb.Body.FromString(body)
-                    for (body,) in db.execute("select body from batch order by number")
-                ]
-            except sqlite3.OperationalError:  # the agent is just making it
-                return []
+        try:
+            with contextlib.closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
+                found = db.execute("select body from batch order by number").fetchall()
+        except sqlite3.OperationalError:  # the agent is just making it
+            return []
+        return [pb.Body.FromString(body) for (body,) in found]
 
     def events(self, kind: str = "") -> list[pb.Event]:
         return [event for body in self.bodies() for event in body.events if kind in ("", event.kind)]

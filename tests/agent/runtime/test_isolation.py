@@ -160,7 +160,7 @@ def play(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, None]]) -> No
 
 
 def test_B07_one_hung_card_costs_its_process_and_nothing_else(tmp_path: Path, kit: Any) -> None:
-    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=5, at=1.2, until=6.0)))
+    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=5, at=3.0, until=8.0)))
 
     async def work(stage: Stage) -> None:
         await stage.until(lambda: "driver_hung" in stage.kinds())
@@ -345,7 +345,7 @@ def test_killing_the_sampler_again_and_again_loses_nothing_that_was_sent_and_lea
         await stage.more("gpu")
         assert stage.states() == ["ok"] * 8
         assert len(children()) == 1
-        assert len(os.listdir("/proc/self/fd")) == files
+        assert len(os.listdir("/proc/self/fd")) <= files
 
     play(stage, work)
     assert len(stage.events) == 20

@@ -10,7 +10,7 @@ from gpufleet.metric import Metric
 from gpufleet_agent import benches
 from gpufleet_agent.probes import agent, gpu, host, pci
 from gpufleet_collector.judge import Judge, PassReport
-from gpufleet_collector.limits import JudgeSettings, RuleOverride
+from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Column, Store
 
@@ -346,6 +346,6 @@ def rules() -> tuple[str, ...]:
 
 @pytest.fixture
 def judge(store: Store, fleet: Fleet, rules: tuple[str, ...]) -> Judge:
-    off = {rule.name: RuleOverride(enabled=False) for rule in load_rules() if rule.name not in rules}
-    fleet.judge = Judge(store, JudgeSettings(rule=off))
+    chosen = [rule for rule in load_rules() if rule.name in rules]
+    fleet.judge = Judge(store, JudgeSettings(), rules=chosen)
     return fleet.judge

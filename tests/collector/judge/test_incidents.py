@@ -1,6 +1,7 @@
 """One cause, one incident: the chain, re-opening, numbers, severity, shadow."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,6 +59,21 @@ def test_a_silent_node_takes_over_what_has_just_begun(fleet: "Fleet", judge: Jud
     fleet.run(100, judge, every=20)
     assert [row[1:5] for row in fleet.incidents()] == [("agent_silent", "gpu-001", "node:", "open")]
     assert {row[2] for row in fleet.findings("gpu_missing")} == {"firing"}, "gone silent keeps firing"
+
+
+def test_a_cause_that_ends_leaves_the_incident_to_what_remains(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=4)
+    card = node.cards[0]
+    card.state = "lost"
+    fleet.run(20, judge)
+    node.up = False
+    fleet.run(100, judge, every=20)
+    assert [row[1] for row in fleet.incidents()] == ["agent_silent"]
+    node.up = True
+    fleet.run(120, judge, every=5)
+    assert fleet.incidents() == [(1, "gpu_missing", "gpu-001", card.entity, "open", "crit")]
+    assert fleet.sql("SELECT count(*) FROM incident_log WHERE what = 'cause_changed'") == [(1,)]
+    assert "Card missing" in str(fleet.sql("SELECT title FROM incident")[0][0])
 
 
 def test_an_old_trouble_is_not_swallowed(fleet: "Fleet", judge: Judge) -> None:
@@ -132,6 +148,37 @@ def test_restart_in_the_middle_of_an_incident(fleet: "Fleet", judge: Judge) -> N
     [(state, cause, resolved_at)] = fleet.sql("SELECT state, cause, resolved_at FROM incident")
     assert (state, cause) == ("resolved", "clean evidence")
     assert resolved_at is not None
+
+
+def test_a_store_that_was_opened_again_or_begun_anew(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "fleet.duckdb")
+    judge = Judge(store, JudgeSettings())
+    at = datetime(2026, 3, 1, 12, 0, 0)
+
+    def expect(node: str) -> None:
+        with store.transaction() as write:
+            write.execute(
+                "INSERT INTO live.expected "
+                "VALUES (?, 'GPU-a', '1', NULL, NULL, NULL, 'accepted', 'ann', ?, '')",
+                [node, at - timedelta(hours=1)],
+            )
+
+    expect("gpu-001")
+    judge.run_pass(at)
+    store.reopen()
+    judge.run_pass(at + timedelta(seconds=5))
+    with store.reader() as read:
+        assert read.execute("SELECT node, state FROM live.finding").fetchall() == [("gpu-001", "firing")]
+    with store.transaction() as write:
+        for table in ("finding", "incident", "incident_log", "judge_state", "expected"):
+            write.execute(f"DELETE FROM live.{table}")  # what a new file looks like
+    store.reopen()
+    expect("gpu-002")
+    for second in (10, 15):
+        judge.run_pass(at + timedelta(seconds=second))
+    with store.reader() as read:
+        assert read.execute("SELECT node, number FROM live.incident").fetchall() == [("gpu-002", 1)]
+    store.close()
 
 
 def test_worse_raises_the_incident(fleet: "Fleet", judge: Judge) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpufleet_collector.judge import Judge
-from gpufleet_collector.limits import JudgeSettings, RuleOverride
+from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import Store
 
 if TYPE_CHECKING:
@@ -122,10 +123,7 @@ def test_a_few_of_many_are_themselves(fleet: "Fleet", judge: Judge) -> None:
 
 def restarted(fleet: "Fleet", judge: Judge) -> Judge:
     return Judge(
-        fleet.store,
-        JudgeSettings(
-            rule={name: RuleOverride(enabled=policy.enabled) for name, policy in judge.policies.items()}
-        ),
+        fleet.store, JudgeSettings(), rules=[rule for rule in load_rules() if rule.name in judge.policies]
     )
 
 

@@ -34,6 +34,7 @@ create table if not exists live.node (
 -- Names a machine had before.
 create table if not exists live.node_alias (before varchar not null, node varchar not null, renamed_at timestamp not null);
 
+-- Things that happened once; the kinds are a closed list.
 create table if not exists live.event (
     ts timestamp not null, received_at timestamp not null, node varchar not null, boot_id varchar not null,
     mono_s double, entity varchar not null, kind varchar not null, code varchar not null, count bigint not null,
@@ -55,6 +56,7 @@ create table if not exists live.expected (
     set_by varchar not null, set_at timestamp not null, reason varchar not null,
 );
 
+-- What an entity's bench or clock looks like when it is well: learned, frozen, or accepted by a person.
 create table if not exists live.baseline (
     node varchar not null, entity varchar not null, key varchar not null, value double not null, spread double,
     n bigint not null, epoch varchar not null, state varchar not null,      -- learning | frozen | accepted
@@ -81,6 +83,7 @@ create table if not exists live.finding (
     incident bigint,
 );
 
+-- What a person sees: one cause and its findings.
 create table if not exists live.incident (
     number bigint not null, cause_rule varchar not null, node varchar not null, entity varchar not null,
     state varchar not null,              -- open | resolved
@@ -92,10 +95,12 @@ create table if not exists live.incident (
 -- What happened to an incident, in order; append-only.
 create table if not exists live.incident_log (
     number bigint not null, logged_at timestamp not null,
-    what varchar not null,               -- opened | reopened | finding_fired | finding_worse | finding_recovering | finding_resolved | resolved
+    what varchar not null,               -- opened | reopened | cause_changed | finding_fired | finding_worse |
+                                         -- finding_recovering | finding_resolved | resolved
     finding bigint, text varchar not null,
 );
 
+-- Who changed or was refused what; append-only.
 create table if not exists live.audit (
     logged_at timestamp not null, actor varchar not null, source varchar not null, verb varchar not null,
     target varchar not null, args json, result varchar not null,

@@ -1,0 +1,254 @@
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpufleet.config import load
+from gpufleet.notify import Notifier
+from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_agent.config import AgentConfig
+from gpufleet_agent.guard import HostSettings, SimulatedNode
+from gpufleet_agent.identity import identify
+from gpufleet_agent.probe import mono_us, wall_us
+from gpufleet_agent.schedule import ClockWatch
+from gpufleet_agent.spool import Clock, Spool
+from gpufleet_agent.supervisor import Patience, Supervisor
+
+
+def made(kit: Any, notifier: Notifier | None = None, **changes: Any) -> Supervisor:
+    """A supervisor of this process, with a real sampler."""
+    config = load(kit.config(), AgentConfig)
+    kit.state.mkdir(exist_ok=True)
+    identity = identify(config)
+    spool = Spool.open(
+        kit.state / "spool.db", max_bytes=1 << 26, max_age_s=3600, clock=Clock(identity.boot_id)
+    )
+    node = SimulatedNode(
+        scenario=config.simulated.scenario, node="gpu-a01", started_us=wall_us(), started_mono_us=mono_us()
+    )
+    return Supervisor(
+        config,
+        HostSettings(driver="simulated", simulated=node),
+        identity,
+        spool,
+        notifier or Notifier(),
+        bench_lock=str(kit.tmp / "bench.lock"),
+        **{"patience": Patience(stop_s=0.0, restart_s=0.05), **changes},
+    )
+
+
+def play(make: Callable[[], Supervisor], work: Callable[[Supervisor], Any]) -> None:
+    async def run() -> None:
+        supervisor = make()
+        task = asyncio.create_task(supervisor.run())
+        try:
+            await work(supervisor)
+        finally:
+            supervisor.stop()
+            await task
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("step_s", [-30, 30, 315_360_000])
+def test_T01_a_step_is_one_event_and_no_gap_and_no_burst(kit: Any, step_s: int) -> None:
+    offset = 0
+    watch = ClockWatch(lambda: wall_us() + offset, mono_us)
+
+    async def work(supervisor: Supervisor) -> None:
+        nonlocal offset
+        await until(lambda: len(kit.spool.rows("gpu")) >= 3 * 8)
+        offset = step_s * 1_000_000
+        await until(lambda: kit.spool.events("clock_step"))
+        seen = len(kit.spool.rows("gpu"))
+        await until(lambda: len(kit.spool.rows("gpu")) >= seen + 4 * 8)
+
+    play(lambda: made(kit, clock=watch), work)
+    (event,) = kit.spool.events("clock_step")
+    assert f"{step_s:+.1f} s" in event.message
+    stamps = sorted({row["ts_us"] for row in kit.spool.rows("gpu")})
+    gaps = [after - before for before, after in itertools.pairwise(stamps)]
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(500_000, rel=0.3)
+    assert max(gaps) < 2 * 500_000 + 2_000_000  # room for a busy machine
+    assert min(gaps) > 100_000
+
+
+class Blocked:
+    """Stands for a sender that waits for something that never comes."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.state = "connected"
+        self.reconnects_total = 0
+        self.last_progress_mono = 0.0
+
+    def notify(self) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return False
+
+
+def watched(kit: Any, patch: pytest.MonkeyPatch) -> tuple[Any, Notifier]:
+    systemd = kit.systemd()
+    patch.setenv("NOTIFY_SOCKET", str(systemd.path))
+    patch.setenv("WATCHDOG_USEC", "500000")
+    return systemd, Notifier()
+
+
+def test_W01_a_stuck_sender_ends_the_pings(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    systemd, notifier = watched(kit, monkeypatch)
+    counts: list[int] = []
+
+    async def work(supervisor: Supervisor) -> None:
+        supervisor.push = Blocked()  # type: ignore[assignment]
+        await until(lambda: systemd.count("WATCHDOG=1") >= 3)
+        await asyncio.sleep(2.5)
+        counts.append(systemd.count("WATCHDOG=1"))
+        assert not supervisor.healthy()
+        await asyncio.sleep(1.0)
+        counts.append(systemd.count("WATCHDOG=1"))
+        assert kit.spool.rows("gpu")  # all else goes on: the samples are kept
+
+    patience = Patience(sender_s=1.0, stop_s=0.0)
+
+    def make() -> Supervisor:
+        supervisor = made(kit, notifier, patience=patience)
+        supervisor.push = Blocked()  # type: ignore[assignment]
+        return supervisor
+
+    play(make, work)
+    assert counts[0] == counts[1]
+
+
+def test_W01_a_stuck_supervisor_ends_the_pings(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    systemd, notifier = watched(kit, monkeypatch)
+
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: systemd.count("WATCHDOG=1") >= 3)
+        began = time.monotonic()
+        time.sleep(1.5)  # a duty that blocks the whole loop
+        ended = time.monotonic()
+        systemd.listen()
+        assert not [at for at, line in systemd.heard if "WATCHDOG=1" in line and began < at < ended]
+        await until(lambda: systemd.count("WATCHDOG=1") >= 6)
+
+    play(lambda: made(kit, notifier), work)
+
+
+def test_W01_a_duty_that_fails_at_each_round_ends_the_pings_and_not_the_agent(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    systemd, notifier = watched(kit, monkeypatch)
+    counts: list[int] = []
+
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: systemd.count("WATCHDOG=1") >= 3)
+
+        def broken() -> None:
+            raise OSError("the disk is gone")
+
+        supervisor._duties["status"] = broken
+        await asyncio.sleep(2.0)
+        counts.append(systemd.count("WATCHDOG=1"))
+        await asyncio.sleep(1.0)
+        counts.append(systemd.count("WATCHDOG=1"))
+        assert supervisor.errors_total > 5
+
+    play(lambda: made(kit, notifier, patience=Patience(duty_s=0.5, stop_s=0.0)), work)
+    assert counts[0] == counts[1]
+    assert caplog.text.count("status failed") == 1  # once per kind
+
+
+def test_W01_a_collector_that_is_away_or_pauses_is_no_reason(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, notifier = watched(kit, monkeypatch)
+
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: kit.spool.rows("gpu"))
+        assert supervisor.healthy()
+        blocked = Blocked()
+        blocked.state = "paused: disk_floor"
+        supervisor.push = blocked  # type: ignore[assignment]
+        await asyncio.sleep(1.0)
+        assert supervisor.healthy()
+
+    play(lambda: made(kit, notifier, patience=Patience(sender_s=0.5, stop_s=0.0)), work)
+
+
+def test_a_message_that_makes_no_sense_is_counted_and_survived(kit: Any) -> None:
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: kit.spool.rows("gpu"))
+        supervisor._take(object())  # type: ignore[arg-type]
+        assert supervisor.errors_total == 1
+        seen = len(kit.spool.rows("gpu"))
+        await until(lambda: len(kit.spool.rows("gpu")) > seen)
+
+    play(lambda: made(kit), work)
+
+
+def test_the_hello_describes_every_table_and_brings_the_inventory(kit: Any) -> None:
+    async def work(supervisor: Supervisor) -> None:
+        assert not supervisor._hello().inventory.complete  # nothing was read yet
+        await until(lambda: kit.spool.rows("gpu"))
+        await until(lambda: supervisor._hello().inventory.complete)
+        hello = supervisor._hello()
+        assert {probe.name for probe in hello.probes} == {"gpu", "pci", "host", "agent", "bench"}
+        assert {probe.name: probe.interval_s for probe in hello.probes}["gpu"] == 0.5
+        assert hello.node == "gpu-a01"
+        assert len(hello.machine_id) == 32
+
+    play(lambda: made(kit), work)
+
+
+def directive(**kind: Any) -> pb.Directive:
+    return pb.Directive(id="d1", **kind)
+
+
+def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: kit.spool.rows("gpu"))
+        obey = supervisor.directives.obey
+        done = await obey(directive(set_interval=pb.SetInterval(probe="host", interval_s=5.0)))
+        assert (done.id, done.outcome) == ("d1", pb.OUTCOME_DONE)
+        assert supervisor.isolation.intervals()["host"] == 5.0
+        for probe, every in (("host", 0.001), ("host", float("nan")), ("host", 1e9), ("bogus", 5.0)):
+            result = await obey(directive(set_interval=pb.SetInterval(probe=probe, interval_s=every)))
+            assert result.outcome == pb.OUTCOME_REFUSED
+        for other in (
+            directive(pause_driver=pb.PauseDriver(for_s=5)),
+            directive(resume_driver=pb.ResumeDriver()),
+            directive(renew_certificate=pb.RenewCertificate()),
+            directive(),
+        ):
+            assert (await obey(other)).outcome == pb.OUTCOME_UNSUPPORTED
+        wanted = pb.RunBench(bench="h2d", lease="lease-7", deadline_s=30)
+        result = await obey(directive(run_bench=wanted))
+        assert (result.outcome, result.message) == (pb.OUTCOME_DONE, "8 ok")
+        assert (await obey(directive(run_bench=pb.RunBench(bench="rm -rf /")))).outcome == pb.OUTCOME_REFUSED
+        nowhere = pb.RunBench(bench="h2d", entity="gpu:GPU-other")
+        assert (await obey(directive(run_bench=nowhere))).outcome == pb.OUTCOME_REFUSED
+
+    play(lambda: made(kit), work)
+    rows = kit.spool.rows("bench")
+    assert len(rows) == 8
+    assert {row["lease"] for row in rows} == {"lease-7"}
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {row["unit"] for row in rows} == {"GB/s"}
+    assert all(
+        row["value"] > 1 and row["temperature_c"] > 0 and row["link"].startswith("pcie") for row in rows
+    )
