@@ -187,7 +187,8 @@ def _take_lock(path: str) -> int | None:
         OSError: The lock file cannot be opened.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # to be read is enough for a lock, and a person's run must not shut the agent out of it
+    lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

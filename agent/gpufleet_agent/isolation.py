@@ -6,6 +6,7 @@ probe), so this ends. What is left out is tried again, at growing intervals, by 
 hang then costs the running sampler nothing. At most one process per card is ever stuck.
 """
 
+import asyncio
 import logging
 import signal
 import time
@@ -146,13 +147,7 @@ class Isolation:
         """End every child that can be ended."""
         children = [child for child, _ in self._orphans.values()]
         children += [one.child for one in (self._sampler, self._trial[1] if self._trial else None) if one]
-        for child in children:
-            child.leave()
-        for child in children:
-            if not await child.wait(timeout_s):
-                child.kill()
-                await child.wait(0.2)
-                child.abandon()
+        await asyncio.gather(*[_end(child, timeout_s) for child in children])
 
     # ---- the sampler
 
@@ -344,6 +339,15 @@ class Isolation:
         if self._sampler is not None:
             self._sampler.planned = True  # it leaves out what answers again: a new one does not
             self._sampler.child.leave()
+
+
+async def _end(child: Child, timeout_s: float) -> None:
+    """Ask a child to end, then make it, then leave it."""
+    child.leave()
+    if not await child.wait(timeout_s):
+        child.kill()
+        await child.wait(timeout_s)
+        child.abandon()
 
 
 def _whats(skips: Sequence[Hang]) -> set[str]:

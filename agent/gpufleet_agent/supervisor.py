@@ -124,18 +124,11 @@ class Supervisor:
         self._hellos = 0
         self._sender_mark: tuple[object, ...] = ()
         self._sender_moved = time.monotonic()
-        limits = config.sampler
-        self.episodes = Episodes(
-            identity.boot_id,
-            spool.get_meta("episodes"),
-            lambda text: spool.set_meta("episodes", text),
-            limits.retry_s,
-            limits.retry_max_s,
-        )
+        self.episodes = self._take_up_episodes()
         self.isolation = Isolation(
             host,
             {name: config.probe(name).every_s for name in PROBES if config.probe(name).enabled},
-            limits,
+            config.sampler,
             self.episodes,
             self._take,
             self.report,
@@ -163,6 +156,16 @@ class Supervisor:
             "seal": self._seal_if_due,
             "status": self._tell_status,
         }
+
+    def _take_up_episodes(self) -> Episodes:
+        """What was hung or lost when the agent last ran."""
+        return Episodes(
+            self.identity.boot_id,
+            self.spool.get_meta("episodes"),
+            lambda text: self.spool.set_meta("episodes", text),
+            self.config.sampler.retry_s,
+            self.config.sampler.retry_max_s,
+        )
 
     # ---- life
 
@@ -217,6 +220,7 @@ class Supervisor:
                 {"version": __version__, "stopped": stopped},
             )
         )
+        self._tell_moved_aside()
         self.spool.set_meta("boot_id", self.identity.boot_id)
         self.spool.set_meta("stopped", "unclean")
 
@@ -236,14 +240,13 @@ class Supervisor:
         """All duties once, then feed the watchdog, then again."""
         if self._stop.is_set():
             return
+        watchdog_s = self._notifier.watchdog_s
+        period = min(PERIOD_S, self.config.sampler.deadline_s / 4, watchdog_s or PERIOD_S)
+        loop.call_later(period, self._round, loop)
         for name, duty in self._duties.items():
             self._guarded(name, duty)
-        period = min(PERIOD_S, self.config.sampler.deadline_s / 4)
-        if self._notifier.watchdog_s is not None:
-            period = min(period, self._notifier.watchdog_s)
-            if self.healthy():
-                self._notifier.send("WATCHDOG=1")
-        loop.call_later(period, self._round, loop)
+        if watchdog_s is not None and self.healthy():
+            self._notifier.send("WATCHDOG=1")
 
     def healthy(self) -> bool:
         """Whether our own parts get on. What drivers or the collector do is no part of it."""
@@ -370,8 +373,10 @@ class Supervisor:
 
     def _take_inventory(self, inventory: Inventory) -> None:
         self.episodes.see_inventory(inventory)
+        known = self._inventory
         self._inventory = inventory
-        self._builder.set_inventory(inventory.items, inventory.complete, inventory.ts_us)
+        if (known.items, known.complete) != (inventory.items, inventory.complete):
+            self._builder.set_inventory(inventory.items, inventory.complete, inventory.ts_us)
 
     def _add_run(
         self, probe: str, ts_us: int, at_us: int, seconds: float, error: str, rows: int, more: dict[str, Cell]
@@ -423,6 +428,9 @@ class Supervisor:
                     detail={"batches": dropped},
                 )
             )
+        self._tell_moved_aside()
+
+    def _tell_moved_aside(self) -> None:
         for path in self.spool.take_moved_aside():
             text = f"the spool could not be read and was kept as {path}"
             self.report(happened("spool_corrupt", "node:", text, detail={"path": str(path)}))

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -180,3 +183,29 @@ def test_lost_and_found_alternate_whatever_happens(story: list[tuple[str | None,
                     told.setdefault(event.entity, []).append(event.kind)
     for kinds in told.values():
         assert all(kind == ("gpu_lost", "gpu_found")[at % 2] for at, kind in enumerate(kinds))
+
+
+def test_nothing_is_tried_while_an_earlier_process_is_stuck_in_it_also_after_a_restart() -> None:
+    kept = Kept()
+    stuck = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        kept.episodes.begin_hang(PCI[0], PCI[0], "temperature", 3.0)
+        kept.episodes.set_orphan(PCI[0], stuck.pid)
+        for _ in range(2):
+            kept.clock.us += 7_200_000_000
+            assert kept.episodes.due() == []
+            kept.restart()
+    finally:
+        stuck.communicate()
+    kept.clock.us += 7_200_000_000
+    assert [hang.what for hang in kept.episodes.due()] == [PCI[0]]
+
+
+def test_a_later_process_of_the_same_number_is_not_the_stuck_one() -> None:
+    kept = Kept()
+    kept.episodes.begin_hang(PCI[0], PCI[0], "temperature", 3.0)
+    kept.episodes.set_orphan(PCI[0], os.getpid())
+    kept.text = kept.text.replace('"orphan_born":"', '"orphan_born":"9')
+    kept.restart()
+    kept.clock.us += 7_200_000_000
+    assert [hang.what for hang in kept.episodes.due()] == [PCI[0]]
