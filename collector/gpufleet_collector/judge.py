@@ -110,7 +110,6 @@ class Judge:
         self._awaited: set[str] = set()
         self._waiting_since: datetime | None = None
         self._first = True
-        self._load()
         self.prepare()
 
     @property
@@ -123,8 +122,10 @@ class Judge:
         if self._version == self._store.schema_version:
             return
         self._version = self._store.schema_version
+        self._load()  # the store may have been opened again, or begun anew
         self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
         views.create(self._store)
+        self._store.checkpoint()  # no replay of a log has to make them again
         self._pairs = None
 
     def compile(self, as_of: datetime) -> None:
@@ -193,6 +194,7 @@ class Judge:
             row = read.execute("SELECT max(last_pass_at) FROM judge_state").fetchone()
             self._last_pass = row[0] if row else None
             tracked = findings.load(read)
+            self._shifted = []
             self._tracked = {finding.key: finding for finding in tracked}
             self._incidents = Incidents(self.policies)
             self._incidents.load(read, tracked, self._last_pass or datetime.min + timedelta(days=1))

@@ -35,7 +35,7 @@ class NodeState:
         offset_s: What is added to its clock; 0 within tolerance.
         boot_id: Of its last hello.
         agent_version: Of its last hello.
-        spool_batches: Batches it had not got rid of when it last said so; None = it did not.
+        spool_batches: Batches it had not got rid of at its last hello; None = not connected since the start.
         paused: Why the collector does not read from it; empty = it does.
     """
 

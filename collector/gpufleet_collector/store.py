@@ -7,12 +7,14 @@ together and only one place ever alters a table. Reads take a fresh cursor with 
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import duckdb
@@ -20,6 +22,10 @@ import duckdb
 from gpufleet.metric import Type
 
 log = logging.getLogger(__name__)
+
+if duckdb.__version__.startswith("1.") and find_spec("pandas") is None:
+    # 1.5 looks for pandas anew with every parameter it is handed, 0.1 ms each: say once that there is none
+    sys.modules.setdefault("pandas", None)  # type: ignore[arg-type]
 
 LIVE = "live,rules"
 """search_path of the judge: hot tables and rule macros."""
@@ -96,7 +102,7 @@ class Store:
         self.tables: dict[str, dict[str, Type]] = {}
         """Probe tables and their columns (without HEAD)."""
         self.reserved: frozenset[str] = frozenset()
-        """Tables of our own, which no probe may be named like."""
+        """Tables and views of our own, which no probe may be named like."""
 
     @classmethod
     def open(cls, path: Path | None) -> "Store":
@@ -136,7 +142,8 @@ class Store:
             found = write.execute(
                 "SELECT table_name FROM information_schema.tables WHERE table_schema = 'live'"
             ).fetchall()
-            self.reserved = frozenset(name for (name,) in found) - self.tables.keys()
+            own = {name for (name,) in found} - self.tables.keys()
+            self.reserved = frozenset(own | _names("views"))
         self.checkpoint()
         for setting in _SEALED:
             self._connection.execute(f"SET GLOBAL {setting}")
@@ -272,8 +279,8 @@ class Store:
             self.broken = "closed"
 
 
-_TAKEN_PREFIXES = ("fleet_", "duckdb_", "pg_", "sqlite_")
-"""Names of views for people and of the engine's own tables."""
+_TAKEN_PREFIXES = ("fleet_", "limits_", "duckdb_", "pg_", "sqlite_")
+"""Names of views for people and for rules, and of the engine's own tables."""
 
 _DAMAGED = (
     "Corrupt",
@@ -354,11 +361,12 @@ def _gave_up(error: BaseException) -> bool:
 
 def _scripts(folder: str) -> list[str]:
     here = resources.files("gpufleet_collector") / "sql" / folder
-    return [
-        item.read_text()
-        for item in sorted(here.iterdir(), key=lambda item: item.name)
-        if item.name.endswith(".sql")
-    ]
+    return [(here / f"{name}.sql").read_text() for name in sorted(_names(folder))]
+
+
+def _names(folder: str) -> set[str]:
+    here = resources.files("gpufleet_collector") / "sql" / folder
+    return {item.name.removesuffix(".sql") for item in here.iterdir() if item.name.endswith(".sql")}
 
 
 def _probe_tables(read: duckdb.DuckDBPyConnection) -> dict[str, dict[str, Type]]:

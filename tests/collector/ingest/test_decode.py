@@ -242,6 +242,8 @@ def test_descriptors_are_checked(kit: Kit) -> None:
     probes = [
         pb.Probe(name="ledger", metrics=[metric]),
         pb.Probe(name="fleet_now", metrics=[metric]),
+        pb.Probe(name="missing_now", metrics=[metric]),
+        pb.Probe(name="limits_gpu_missing", metrics=[metric]),
         pb.Probe(name='x"; DROP TABLE live.node; --', metrics=[metric]),
         pb.Probe(name="Upper", metrics=[metric]),
         pb.Probe(
@@ -278,6 +280,8 @@ def test_descriptors_are_checked(kit: Kit) -> None:
     assert {(probe, reason) for probe, _, reason, _ in running.query(QUARANTINE)} == {
         ("ledger", "reserved_name"),
         ("fleet_now", "reserved_name"),
+        ("missing_now", "reserved_name"),
+        ("limits_gpu_missing", "reserved_name"),
         ('x"; DROP TABLE live.node; --', "bad_probe_name"),
         ("Upper", "bad_probe_name"),
         ("odd", "duplicate_column"),

@@ -1,6 +1,7 @@
 """One cause, one incident: the chain, re-opening, numbers, severity, shadow."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -147,6 +148,37 @@ def test_restart_in_the_middle_of_an_incident(fleet: "Fleet", judge: Judge) -> N
     [(state, cause, resolved_at)] = fleet.sql("SELECT state, cause, resolved_at FROM incident")
     assert (state, cause) == ("resolved", "clean evidence")
     assert resolved_at is not None
+
+
+def test_a_store_that_was_opened_again_or_begun_anew(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "fleet.duckdb")
+    judge = Judge(store, JudgeSettings())
+    at = datetime(2026, 3, 1, 12, 0, 0)
+
+    def expect(node: str) -> None:
+        with store.transaction() as write:
+            write.execute(
+                "INSERT INTO live.expected "
+                "VALUES (?, 'GPU-a', '1', NULL, NULL, NULL, 'accepted', 'ann', ?, '')",
+                [node, at - timedelta(hours=1)],
+            )
+
+    expect("gpu-001")
+    judge.run_pass(at)
+    store.reopen()
+    judge.run_pass(at + timedelta(seconds=5))
+    with store.reader() as read:
+        assert read.execute("SELECT node, state FROM live.finding").fetchall() == [("gpu-001", "firing")]
+    with store.transaction() as write:
+        for table in ("finding", "incident", "incident_log", "judge_state", "expected"):
+            write.execute(f"DELETE FROM live.{table}")  # what a new file looks like
+    store.reopen()
+    expect("gpu-002")
+    for second in (10, 15):
+        judge.run_pass(at + timedelta(seconds=second))
+    with store.reader() as read:
+        assert read.execute("SELECT node, number FROM live.incident").fetchall() == [("gpu-002", 1)]
+    store.close()
 
 
 def test_worse_raises_the_incident(fleet: "Fleet", judge: Judge) -> None:
