@@ -303,3 +303,18 @@ def test_slow_probes_stay_fresh_for_three_intervals(fleet: "Fleet", judge: Judge
     for later, state in ((175, "ok"), (185, "unknown")):
         at = fleet.at + timedelta(seconds=later)
         assert fleet.sql(f"SELECT state FROM cards_at(TIMESTAMP '{at}', '10 minutes')") == [(state,)]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_silent_for_long_is_still_dated(fleet: "Fleet", judge: Judge, noted: bool) -> None:
+    node = fleet.add("gpu-001", gpus=1)
+    fleet.run(300)
+    heard_at = fleet.at
+    node.up = False
+    if noted:
+        fleet.run(100, judge, every=20)
+        assert [row[2] for row in fleet.findings()] == ["firing"]
+    fleet.at = heard_at + timedelta(minutes=20)
+    verdict, code, evidence_at, reason = fleet.find("agent_silent")
+    assert (verdict, code, evidence_at) == ("crit", "silent", heard_at + timedelta(seconds=600))
+    assert "nothing received for 1200 s" in reason

@@ -19,19 +19,28 @@ fleet_share   = { value = 0.33, source = "a third of the fleet at once: look at 
 create or replace macro find_agent_silent(as_of) as table
 with recent as (select node, max(received_at) as received_at from ledger
                 where received_at > as_of - interval 15 minute and received_at <= as_of group by node),
+-- What the finding of a node that is silent already says.
+noted as (
+    select node, max(try_cast(json_extract_string(detail, '$.last_heard') as timestamp)) as heard_at
+    from finding
+    where rule = 'agent_silent' and state <> 'resolved' and last_evidence_at <= as_of
+    group by node
+),
 contact as (
     select n.node, n.expectation, n.expected_since, n.hello_at, l.warn_s, l.crit_s, l.fleet_share,
-           greatest(r.received_at, if(n.hello_at <= as_of, n.hello_at, null)) as near_at
+           greatest(r.received_at, o.heard_at, if(n.hello_at <= as_of, n.hello_at, null)) as near_at,
+           r.received_at is null and o.heard_at is null as far
     from node_list(as_of) n
     left join recent r on r.node = n.node
+    left join noted o on o.node = n.node
     join limits_agent_silent l on l.node = n.node and l.model = ''
 ),
--- Only the nodes without a recent batch need the long look back.
+-- Only nodes that neither say anything nor are known to be silent need the long and dear look back.
 far as (
     select node, max(received_at) as received_at
     from ledger
-    where node in (select node from contact where near_at is null or near_at <= as_of - interval 15 minute)
-      and received_at > as_of - interval 7 day and received_at <= as_of
+    where node in (select node from contact where far and expectation <> 'none' and hello_at is not null)
+      and received_at > as_of - interval 1 day and received_at <= as_of
     group by node
 ),
 heard as (
