@@ -36,6 +36,7 @@ def twice(fleet: "Fleet") -> list[dict[str, object]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_three_agents_one_collector_one_scenario(fleet: "Fleet") -> None:
     lists = [str(fleet.folder / "cards.csv"), str(fleet.folder / "baselines.csv")]

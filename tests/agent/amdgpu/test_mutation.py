@@ -93,6 +93,7 @@ def unchanged(found: dict[str, Path]) -> tuple[dict[str, Row], dict[str, Row]]:
     return _all(card), _all(neighbour)
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(sorted(READS)), CONTENT, min_size=1, max_size=4))
 def test_changed_files_change_their_own_cells_only(

@@ -294,6 +294,7 @@ def test_foreign_names_and_loops_on_the_bus(tree: Tree) -> None:
     assert rows(tree)["0000:1b:00.0"]["bound_driver"] == Null(Reason.FAILED, "EINVAL")
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), junk=st.binary(max_size=80))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_mutilated_tree_raises(tree: Tree, seed: int, junk: bytes) -> None:

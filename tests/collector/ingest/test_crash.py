@@ -55,6 +55,7 @@ class Sender:
         self.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_G05_twenty_kills_in_the_middle_of_ingest_lose_and_double_nothing(kit: Kit) -> None:
     rng = random.Random(5)
