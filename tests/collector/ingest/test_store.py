@@ -50,7 +50,7 @@ def test_S01_a_second_collector_says_who_holds_the_file_and_exits(kit: Kit) -> N
     assert second.returncode == 1
     assert len(second.stderr.strip().splitlines()) == 1
     assert str(first.popen.pid) in second.stderr
-    assert "stop it" in second.stderr
+    assert "stop what holds it" in second.stderr
     assert first.popen.poll() is None
 
 
