@@ -160,11 +160,11 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
                 if task.done():
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._streams.discard(stream)
             self.committer.gone(stream)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # last: a second cancellation ends it here
 
     async def _greet(
         self, context: grpc.aio.ServicerContext[pb.StreamRequest, pb.StreamResponse]

@@ -123,6 +123,25 @@ def test_two_hundred_agents_share_commits(kit: Kit) -> None:
     kit.until(lambda: sum(state.connected for state in running.state.nodes().values()) == 100)
 
 
+def test_streams_that_end_and_are_cancelled_at_once_are_gone(kit: Kit) -> None:
+    running = kit.start()
+    for turn in range(1, 6):
+        agents = [kit.agent(running.address) for _ in range(40)]
+        for number, agent in enumerate(agents):
+            name = str(number)
+            agent.request(
+                pb.StreamRequest(hello=kit.hello(node=f"n{name}", machine_id=f"m{name}", spool_id=f"s{name}"))
+            )
+        for agent in agents:
+            agent.until(lambda agent=agent: agent.welcome is not None)  # type: ignore[misc]
+            agent.send(turn, kit.body(kit.gpu_rows()))
+        for agent in agents:
+            agent.wait(turn)
+            agent.close()  # half-closes and cancels
+        kit.until(lambda: not any(state.connected for state in running.state.nodes().values()))
+        kit.agents.clear()
+
+
 def test_stop_acknowledges_what_was_read(kit: Kit) -> None:
     running = kit.start(ingest=IngestConfig(linger_ms=300))
     agent = kit.agent(running.address).hello()
