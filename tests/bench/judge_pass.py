@@ -1,8 +1,8 @@
 """One judge pass over a fleet of 1,000 nodes x 8 cards with two hours of samples, beside a writer.
 
-`python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what 1,000
-nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`: every rule is
-due at least once a minute, so `pass_all_rules_s` is the dearest pass and `pass_s` the median one.
+`python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what
+1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`:
+every rule is due at least once a minute, so `pass_all_rules_s` is the dearest pass and `pass_s` the median one.
 """
 
 import json
@@ -100,7 +100,8 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
     with store.transaction() as write:
         for probe, metrics in PROBES.items():
             store.ensure_probe(write, probe, [
-                Column(m.name, m.type, str(m.unit), m.kind.name.lower(), m.help, m.low, m.high, m.rollup) for m in metrics
+                Column(m.name, m.type, str(m.unit), m.kind.name.lower(), m.help, m.low, m.high, m.rollup)
+                for m in metrics
             ])  # fmt: skip
         for statement in (
             f"INSERT INTO live.node SELECT {NAME}, {NAME}, 'm' || node, 'b', 's', '1', '', {day}, {day} "
@@ -113,8 +114,8 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
             "INSERT INTO live.expected SELECT node, uuid, serial, pci, model, slot, 'accepted', 'me', "
             f"{day}, '' FROM live.inventory WHERE kind = 'gpu'",
             "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci']), unnest([5, 60]) FROM live.node",
-            "INSERT INTO live.baseline SELECT node, entity, 'h2d/1/copied_once/ab/pcie5x16', 55.5, 0.002, 48, "
-            f"'580', 'frozen', 'collector', {day}, '' FROM live.inventory WHERE kind = 'gpu'",
+            "INSERT INTO live.baseline SELECT node, entity, 'h2d/1/copied_once/ab/pcie5x16', 55.5, 0.002, "
+            f"48, '580', 'frozen', 'collector', {day}, '' FROM live.inventory WHERE kind = 'gpu'",
         ):
             write.execute(statement)
     for first in range(0, minutes * 12, 120):
@@ -144,7 +145,8 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
 
 _GPU = {
     "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'",
-    "util_pct": "95 + random() * 5", "sm_clock_mhz": "1950 + random() * 20", "power_w": "600 + random() * 20", "temperature_c": "60 + random() * 5",
+    "util_pct": "95 + random() * 5", "sm_clock_mhz": "1950 + random() * 20",
+    "power_w": "600 + random() * 20", "temperature_c": "60 + random() * 5",
     "clock_reasons": "0", "hw_brake_s_total": "3.5", "hw_thermal_s_total": "1.5", "sw_thermal_s_total": "0.5",
     "power_cap_s_total": "100", "mem_used_bytes": "70000000000", "mem_total_bytes": "80000000000",
     "driver_epoch": "1",
