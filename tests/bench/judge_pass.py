@@ -144,7 +144,7 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
         write.execute(
             f"INSERT INTO live.event SELECT {hour_ago}, {hour_ago}, {NAME}, 'b', NULL, 'pci:' || {PCI}, "
             f"'xid', '31', 1, 'NVRM: Xid', json_object('severity', 'warning', 'action', 'restart_app') "
-            f"FROM range(60) k(tick), {fleet}, {each} WHERE (node + card + tick) % 97 = 0"
+            f"FROM range(60) k(tick), {fleet}, {each} WHERE (node * 480 + card * 60 + tick) % 4999 = 0"
         )
         for name in ("h2d", "memcpy"):
             write.execute(

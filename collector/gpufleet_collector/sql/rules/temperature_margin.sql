@@ -1,7 +1,7 @@
 /*
 title         = "Card close to its slowdown temperature"
 scope         = "gpu"
-every         = "5s"
+every         = "20s"
 for           = "3 of 3"
 clear_after   = "5m"
 max_severity  = "warn"
