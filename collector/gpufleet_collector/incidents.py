@@ -1,8 +1,9 @@
 """From findings to incidents: one cause, one incident, one number that a person can say.
 
-Cause chain: a silent node explains everything on it, a driver that is not loaded everything on its cards, a
-missing card everything on that card. What happens to one card is one incident; several cards that one rule
-flags on one node at the same time are one. Numbers only grow and survive restarts.
+Cause chain: a silent node explains everything on it; a driver that hangs, is not loaded or does not fit its
+library everything on its cards; a hung card, and then a missing one, everything on that card. What happens to
+one card is one incident; several cards that one rule flags on one node at the same time are one. Numbers only
+grow and survive restarts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,7 +148,7 @@ class Incidents:
             cause = self._policies.get(incident.cause_rule)
             above = rank(cause, incident.entity) if cause else _LAST
             young = as_of - incident.opened_at <= ABSORB
-            if above < place and _explains(cause, incident.entity, finding.entity):
+            if above < place and self._explained(incident, finding, policy):
                 return incident
             on_it = any(member.entity == finding.entity for member in self._active(incident))
             if on_it and finding.entity.startswith("gpu:") and (above <= place or young):
@@ -164,7 +165,8 @@ class Incidents:
         young = [
             incident
             for incident in sorted(self._open(finding.node), key=lambda one: one.number)
-            if as_of - incident.opened_at <= ABSORB and _explains(policy, finding.entity, incident.entity)
+            if as_of - incident.opened_at <= ABSORB
+            and _explains(policy, finding, incident.entity, self._policies.get(incident.cause_rule))
         ]
         if not young:
             return None
@@ -201,6 +203,15 @@ class Incidents:
             heir = min(left, key=lambda one: (self._rank(one), one.verdict != "crit", one.id))
             self._take_over(incident, heir, self._policies[heir.rule])
             self._note(incident, as_of, "cause_changed", heir.id, incident.title)
+
+    def _explained(self, incident: Incident, finding: Finding, policy: Policy) -> bool:
+        """Whether the cause of this incident is why `finding` fired."""
+        causes = (
+            one
+            for one in self._active(incident)
+            if (one.rule, one.entity) == (incident.cause_rule, incident.entity)
+        )
+        return any(_explains(self._policies.get(one.rule), one, finding.entity, policy) for one in causes)
 
     def _rank(self, finding: Finding) -> int:
         return rank(self._policies[finding.rule], finding.entity)
@@ -259,27 +270,32 @@ _WORDS = {
     "resolved": "finding_resolved",
 }
 
-_LAST = 3
+_LAST = 5
 
 
 def rank(policy: Policy, entity: str) -> int:
-    """Place in the cause chain, causes first: silent node, driver of a node, missing card, all else."""
+    """Place in the cause chain, causes first.
+
+    Silent node, driver of a node, missing driver, hung card, missing card, all else.
+    """
     if policy.covers == "node":
         return 0
-    if policy.covers == "card":
-        return 2 if entity.startswith("gpu:") else 1
-    return _LAST
+    place = {"driver": 1, "card": 2}.get(policy.covers, _LAST)
+    return place + 2 if place < _LAST and entity.startswith("gpu:") else place
 
 
-def _explains(policy: Policy | None, cause: str, effect: str) -> bool:
-    """Whether trouble of this rule with `cause` is why `effect`, on the same node, is in trouble."""
-    if policy is None:
+def _explains(policy: Policy | None, cause: Finding, effect: str, of: Policy | None) -> bool:
+    """Whether `cause`, of this policy, is why `effect` on the same node is in trouble by the policy `of`."""
+    if policy is None or not policy.covers:
         return False
     if policy.covers == "node":
         return True
-    if policy.covers == "card":
-        return effect.startswith("gpu:") and (not cause.startswith("gpu:") or cause == effect)
-    return False
+    if policy.covers == "driver" and cause.verdict != "crit":
+        return False  # the cards still answer
+    if cause.entity.startswith("gpu:"):
+        return cause.entity == effect
+    node_of_cards = of is not None and of.covers == "card" and not effect.startswith("gpu:")
+    return effect.startswith("gpu:") or (policy.covers == "driver" and node_of_cards)
 
 
 def _title(policy: Policy, finding: Finding) -> str:

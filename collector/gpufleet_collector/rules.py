@@ -67,7 +67,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for_: "k of n": distinct evidence that must be bad before it fires.
         for_code: The same for single codes that need less.
         scope: What it judges: gpu or node.
-        covers: What its finding explains besides itself: "", "card" or "node" (one cause, one incident).
+        covers: What its finding explains besides itself (one cause, one incident): "", "card", "driver" (the
+            same, and what says that cards are missing, once it is critical) or "node".
         clear_after: How long the evidence must be clean.
         min_duration: How long it must have been bad before it fires.
         boot_grace: Bad evidence this soon after a boot does not count.
@@ -165,7 +166,7 @@ def parse_rule(name: str, text: str) -> Rule:
         raise ConfigError(f"rule {name}: header: {error}") from error
     closed = {
         "scope": (header.scope, ("gpu", "node")),
-        "covers": (header.covers, ("", "card", "node")),
+        "covers": (header.covers, ("", "card", "driver", "node")),
         "max_severity": (header.max_severity, ("warn", "crit")),
     }
     for key, (value, allowed) in closed.items():

@@ -1,8 +1,8 @@
 """One judge pass over a fleet of 1,000 nodes x 8 cards with two hours of samples, beside a writer.
 
 `python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what
-1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`:
-each rule is due at least once a minute, so `pass_all_rules_s` is the dearest pass, `pass_s` the median one.
+1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`.
+Each rule is due once a minute at least: `pass_all_rules_s` is the dearest pass, `pass_s` the median one.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, host, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, pci
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.store import LIVE, Column, Store
@@ -25,6 +25,7 @@ from gpufleet_collector.store import LIVE, Column, Store
 START = datetime(2026, 3, 1, 12, 0, 0)
 PROBES: Mapping[str, Sequence[Metric]] = {
     "gpu": gpu.METRICS,
+    "gpu_health": gpu_health.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
     "agent": agent.METRICS,
@@ -113,7 +114,8 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
             f"FROM {fleet}, {each}",
             "INSERT INTO live.expected SELECT node, uuid, serial, pci, model, slot, 'accepted', 'me', "
             f"{day}, '' FROM live.inventory WHERE kind = 'gpu'",
-            "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci']), unnest([5, 60]) FROM live.node",
+            "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci', 'gpu_health']), unnest([5, 60, 60]) "
+            "FROM live.node",
             "INSERT INTO live.baseline SELECT node, entity, 'h2d/1/copied_once/ab/pcie5x16', 55.5, 0.002, "
             f"48, '580', 'frozen', 'collector', {day}, '' FROM live.inventory WHERE kind = 'gpu'",
         ):
@@ -137,6 +139,13 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
         write.execute(_insert("agent", run | {"probe": "'pci'"}, minute, "range(10) k(tick)", fleet))
         write.execute(_insert("host", {"uptime_s": "1e6"}, ts, recent, fleet))
         write.execute(_insert("pci", _PCI, minute, "range(10) k(tick)", fleet, each))
+        hour_ago = f"TIMESTAMP '{START}' - INTERVAL 1 MINUTE * (59 - tick)"
+        write.execute(_insert("gpu_health", _HEALTH, hour_ago, "range(60) k(tick)", fleet, each))
+        write.execute(
+            f"INSERT INTO live.event SELECT {hour_ago}, {hour_ago}, {NAME}, 'b', NULL, 'pci:' || {PCI}, "
+            f"'xid', '31', 1, 'NVRM: Xid', json_object('severity', 'warning', 'action', 'restart_app') "
+            f"FROM range(60) k(tick), {fleet}, {each} WHERE (node * 480 + card * 60 + tick) % 4999 = 0"
+        )
         for name in ("h2d", "memcpy"):
             write.execute(
                 _insert("bench", _BENCH | {"bench": f"'{name}'"}, hour, "range(72) k(tick)", fleet, each)
@@ -147,9 +156,16 @@ _GPU = {
     "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'",
     "util_pct": "95 + random() * 5", "sm_clock_mhz": "1950 + random() * 20",
     "power_w": "600 + random() * 20", "temperature_c": "60 + random() * 5",
-    "clock_reasons": "0", "hw_brake_s_total": "3.5", "hw_thermal_s_total": "1.5", "sw_thermal_s_total": "0.5",
+    "temperature_margin_c": "20", "clock_reasons": "0",
+    "hw_brake_s_total": "3.5", "hw_thermal_s_total": "1.5", "sw_thermal_s_total": "0.5",
     "power_cap_s_total": "100", "mem_used_bytes": "70000000000", "mem_total_bytes": "80000000000",
     "driver_epoch": "1",
+}  # fmt: skip
+_HEALTH = {
+    "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'", "recovery_action": "'none'",
+    "ecc_uncorrectable_total": "0", "ecc_sram_threshold_exceeded": "false", "remap_failed": "false",
+    "remap_pending": "false", "memory_unrepairable": "false", "remap_banks_none": "0",
+    "slowdown_margin_c": "-2", "driver_version": "'580'", "library_version": "'580'", "driver_epoch": "1",
 }  # fmt: skip
 _PCI = {"pci": PCI, "device_kind": "'gpu'", "present": "true", "gpu_uuid": UUID, "bound_driver": "'nvidia'"}
 _BENCH = {

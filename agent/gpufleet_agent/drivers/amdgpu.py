@@ -44,6 +44,7 @@ from gpufleet_agent.drivers.amdgpu_files import (
     shown,
 )
 from gpufleet_agent.drivers.sysfs import SysfsHost
+from gpufleet_agent.probes import gpu_health
 
 AMD = "1002"
 
@@ -55,7 +56,10 @@ _LOOK_S = 30.0
 _ABSENT = Null(Reason.NOT_SUPPORTED)
 _ASLEEP = Null(Reason.NOT_READ, "suspended")
 _RING = ("util_pct", "sm_clock_mhz", "power_w")
-_NEVER = ("pstate", "power_cap_s_total", "sw_thermal_s_total", "hw_thermal_s_total", "hw_brake_s_total")
+_NEVER = (
+    "pstate", "power_cap_s_total", "sync_boost_s_total", "sw_thermal_s_total", "hw_thermal_s_total",
+    "hw_brake_s_total",
+)  # fmt: skip
 _GPU = (
     *(f"{name}{part}" for name in _RING for part in ("", "_min", "_p10")), *_NEVER,
     "power_limit_w", "mem_util_pct", "mem_clock_mhz", "mem_used_bytes", "mem_total_bytes", "temperature_c",
@@ -63,7 +67,20 @@ _GPU = (
     "pcie_gen_max", "pcie_width", "pcie_width_max",
 )  # fmt: skip
 _HEALTH = ("ecc_corrected_total", "ecc_uncorrectable_total")
-_GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": _HEALTH}
+_UNREAD = (  # amdgpu has files for these that are not read here
+    "power_limit_requested_w", "power_limit_default_w", "power_limit_min_w", "power_limit_max_w",
+    "pcie_replay_total", "retired_pages_corrected_total", "retired_pages_uncorrectable_total",
+    "retired_pages_pending", "processes", "driver_version",
+)  # fmt: skip
+_KEYS = ("gpu_uuid", "gpu_index", "pci", "state", "driver_epoch")
+_REST: dict[str, Null] = {
+    metric.name: Null(Reason.NOT_READ) if metric.name in _UNREAD else _ABSENT
+    for metric in gpu_health.METRICS
+    if metric.name not in (*_HEALTH, *_KEYS)
+}
+"""Health that is told of NVIDIA's cards only."""
+
+_GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": (*_HEALTH, *_REST)}
 
 _MODELS = {
     "738c": "AMD Instinct MI100", "7408": "AMD Instinct MI250X", "740c": "AMD Instinct MI250",
@@ -161,7 +178,7 @@ class AmdGpu:
         if group == "ring":
             row = self._read_ring()
         else:
-            row = self._read_gpu() if group == "gpu" else self._read_health()
+            row = self._read_gpu() if group == "gpu" else _REST | self._read_health()
         self._still_there()
         if REFUSED in row.values() and self._asleep():
             # it fell asleep between two files

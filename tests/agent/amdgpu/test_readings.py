@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gpufleet.metric import Null, Reason, Row
-from gpufleet_agent.drivers import Host, Process
+from gpufleet_agent.drivers import Gpu, Host, Process
 from gpufleet_agent.drivers.amdgpu import AmdHost
 from gpufleet_agent.probe import Sweep
-from gpufleet_agent.probes import gpu
+from gpufleet_agent.probes import gpu, gpu_health
 
 Tree = Callable[[str], Path]
 Rows = Callable[[Host], list[Row]]
@@ -123,6 +123,7 @@ def test_what_amd_has_no_word_for_is_not_supported(tree: Tree, sweep: Callable[[
     assert empty == [
         "pstate",
         "power_cap_s_total",
+        "sync_boost_s_total",
         "sw_thermal_s_total",
         "hw_thermal_s_total",
         "hw_brake_s_total",
@@ -208,12 +209,29 @@ def test_node_names_the_driver(tree: Tree) -> None:
 
 def test_memory_errors_are_summed_without_those_of_links(tree: Tree) -> None:
     idle, busy = AmdHost(tree("amd-mi210")).gpus()
-    assert idle.read("gpu_health") == {"ecc_corrected_total": 3, "ecc_uncorrectable_total": 0}
-    assert busy.read("gpu_health") == {"ecc_corrected_total": 14, "ecc_uncorrectable_total": 1}
+    assert memory_errors(idle) == (3, 0)
+    assert memory_errors(busy) == (14, 1)
     deferred = AmdHost(tree("amd-mi300x")).gpus()[7]
-    assert deferred.read("gpu_health") == {"ecc_corrected_total": 7, "ecc_uncorrectable_total": 0}
-    desktop = AmdHost(tree("amd-rx7900")).gpus()[0].read("gpu_health")
-    assert set(desktop.values()) == {Null(Reason.NOT_SUPPORTED, "ENOENT")}
+    assert memory_errors(deferred) == (7, 0)
+    desktop = AmdHost(tree("amd-rx7900")).gpus()[0]
+    assert memory_errors(desktop) == (Null(Reason.NOT_SUPPORTED, "ENOENT"),) * 2
+
+
+def memory_errors(card: Gpu) -> tuple[object, object]:
+    row = card.read("gpu_health")
+    return row["ecc_corrected_total"], row["ecc_uncorrectable_total"]
+
+
+def test_every_metric_of_probe_gpu_health_gets_a_cell_with_a_reason(tree: Tree) -> None:
+    keys = {"gpu_uuid", "gpu_index", "pci", "state", "driver_epoch"}
+    row = AmdHost(tree("amd-mi210")).gpus()[0].read("gpu_health")
+    assert row.keys() == {metric.name for metric in gpu_health.METRICS} - keys
+    assert {name for name, cell in row.items() if not isinstance(cell, Null)} == {
+        "ecc_corrected_total",
+        "ecc_uncorrectable_total",
+    }
+    assert row["remap_failed"] == row["recovery_action"] == Null(Reason.NOT_SUPPORTED)
+    assert row["driver_version"] == Null(Reason.NOT_READ), "amdgpu may have one; it is not read here"
 
 
 def test_processes_hold_cards_not_partitions(tree: Tree) -> None:

@@ -1,5 +1,6 @@
 """A small fleet written straight into the store, as agents and ingest would have, and a judge over it."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -8,7 +9,7 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, host, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, pci
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -18,6 +19,7 @@ START = datetime(2026, 3, 1, 12, 0, 0)
 H100 = "NVIDIA H100 80GB HBM3"
 PROBES: dict[str, tuple[Metric, ...]] = {
     "gpu": gpu.METRICS,
+    "gpu_health": gpu_health.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
     "agent": agent.METRICS,
@@ -64,6 +66,11 @@ class Card:
     state: str = "ok"
     listed: bool = True
     on_bus: bool = True
+    temperature: float | None = 60.0
+    margin: float | None = None
+    epoch: int = 1
+    health: dict[str, Cell] = field(default_factory=dict)
+    """What it says differently from a well card, once a minute where its node sends `gpu_health`."""
 
     @property
     def entity(self) -> str:
@@ -80,6 +87,7 @@ class Node:
     boot_id: str = "boot-1"
     booted_at: datetime = START - timedelta(days=3)
     sent: int = 0
+    health: bool = False
 
 
 @dataclass
@@ -92,12 +100,19 @@ class Fleet:
     each_tick: Callable[["Fleet"], None] = lambda fleet: None
     judge: Judge | None = None
 
-    def add(self, name: str, gpus: int = 8, expect: str | None = "accepted", hello: bool = True) -> Node:
+    def add(
+        self,
+        name: str,
+        gpus: int = 8,
+        expect: str | None = "accepted",
+        hello: bool = True,
+        health: bool = False,
+    ) -> Node:
         cards = [
             Card(name, n, f"GPU-{name}-{n}", f"16500{len(self.nodes):02}{n:02}", f"0000:{0x10 + n:02x}:00.0")
             for n in range(gpus)
         ]
-        node = self.nodes[name] = Node(name, cards)
+        node = self.nodes[name] = Node(name, cards, health=health)
         since = self.at - timedelta(hours=1)
         if hello:
             self.hello(node, since)
@@ -142,7 +157,7 @@ class Fleet:
             "probe",
             [
                 {"node": node.name, "probe": probe, "interval_s": every}
-                for probe, every in (("gpu", 5.0), ("pci", 60.0))
+                for probe, every in (("gpu", 5.0), ("pci", 60.0), *(node.health * (("gpu_health", 60.0),)))
             ],
         )
         put(
@@ -193,6 +208,7 @@ class Fleet:
         runs: list[Row] = []
         bus: list[Row] = []
         hosts: list[Row] = []
+        healths: list[Row] = []
         ledger: list[Row] = []
         for node in (node for node in self.nodes.values() if node.up):
             head: dict[str, Cell] = {
@@ -210,6 +226,7 @@ class Fleet:
                 here = [card for card in node.cards if card.on_bus]
                 bus += [head | {"pci": card.pci, "device_kind": "gpu", "present": True} for card in here]
                 runs.append(head | {"probe": "pci", "ok": True, "error": "", "rows": len(here)})
+                healths += [{**head, **_health(card)} for card in rows if node.health]
             hosts.append(head | {"uptime_s": (self.at - node.booted_at).total_seconds()})
             ledger.append(
                 {
@@ -228,6 +245,7 @@ class Fleet:
             ("gpu", gpus),
             ("agent", runs),
             ("pci", bus),
+            ("gpu_health", healths),
             ("host", hosts),
             ("ledger", ledger),
         ):
@@ -254,6 +272,33 @@ class Fleet:
             "driver": "580",
         }
         put(self.store, "bench", [row | more])
+
+    def event(
+        self,
+        node: Node,
+        kind: str,
+        code: str,
+        entity: str,
+        at: datetime | None = None,
+        count: int = 1,
+        message: str = "",
+        boot_id: str | None = None,
+        **detail: Cell,
+    ) -> None:
+        row: Row = {
+            "ts": at or self.at, "received_at": self.at, "node": node.name,
+            "boot_id": boot_id or node.boot_id, "entity": entity, "kind": kind, "code": code, "count": count,
+            "message": message, "detail": json.dumps(detail),
+        }  # fmt: skip
+        put(self.store, "event", [row])
+
+    def why_null(self, card: Card, probe: str, *metrics: str, reason: str = "not_supported") -> None:
+        rows: list[Row] = [
+            {"node": card.node, "entity": card.entity, "probe": probe, "metric": metric, "reason": reason,
+             "code": "", "since": self.at - timedelta(hours=1)}
+            for metric in metrics
+        ]  # fmt: skip
+        put(self.store, "capability", rows)
 
     def baseline(
         self, node: str, entity: str, key: str, value: float, state: str = "accepted", spread: float = 0.0
@@ -306,7 +351,7 @@ def _sample(card: Card) -> Row:
         "gpu_index": card.index,
         "pci": card.pci,
         "state": card.state,
-        "driver_epoch": 1,
+        "driver_epoch": card.epoch,
     }
     values: dict[str, Cell] = {
         "util_pct": card.util,
@@ -316,8 +361,39 @@ def _sample(card: Card) -> Row:
         "hw_brake_s_total": card.brake_s,
         "hw_thermal_s_total": card.heat_s,
         "power_cap_s_total": card.cap_s,
-        "temperature_c": 60.0,
+        "temperature_c": card.temperature,
+        "temperature_margin_c": card.margin,
     }
+    if card.state != "ok":
+        values = dict.fromkeys(values)
+    return key | values
+
+
+def _health(card: Card) -> Row:
+    key: dict[str, Cell] = {
+        "gpu_uuid": card.uuid,
+        "gpu_index": card.index,
+        "pci": card.pci,
+        "state": card.state,
+        "driver_epoch": card.epoch,
+    }
+    values: dict[str, Cell] = {
+        "recovery_action": "none",
+        "ecc_uncorrectable_total": 0,
+        "ecc_sram_threshold_exceeded": False,
+        "remap_failed": False,
+        "remap_pending": False,
+        "retired_pages_pending": None,
+        "memory_unrepairable": False,
+        "channel_repair_pending": None,
+        "tpc_repair_pending": None,
+        "remap_banks_none": 0,
+        "slowdown_margin_c": -2.0,
+        "slowdown_temperature_c": None,
+        "driver_version": "580.95.05",
+        "library_version": "580.95.05",
+    }
+    values |= card.health
     if card.state != "ok":
         values = dict.fromkeys(values)
     return key | values

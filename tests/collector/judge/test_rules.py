@@ -100,6 +100,18 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
     judge.run_pass(at + timedelta(seconds=60))
     with bare.reader() as read:
         status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
+    assert {rule for rule, said in status.items() if said == NO_PROBE} == {
+        "driver_mismatch",
+        "ecc_uncorrectable",
+        "recovery_action",
+        "remap_failed",
+        "temperature_margin",
+    }, "agents of an earlier version read no health"
+    with bare.transaction() as write:
+        bare.ensure_probe(write, "gpu_health", _columns(fleet.store, "gpu_health"))
+    judge.run_pass(at + timedelta(seconds=120))
+    with bare.reader() as read:
+        status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
     assert set(status.values()) == {"ok"}
     bare.close()
 

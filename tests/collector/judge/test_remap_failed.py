@@ -1,0 +1,85 @@
+"""Rule remap_failed: memory that could not be repaired, and repairs that wait."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpufleet_collector.judge import Judge
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Fleet
+
+RULE = "remap_failed"
+
+
+@pytest.fixture
+def rules() -> tuple[str, ...]:
+    return (RULE,)
+
+
+@pytest.mark.parametrize(
+    ("health", "verdict", "code"),
+    [
+        ({"remap_failed": True, "remap_pending": True}, "crit", "remap_failed"),
+        ({"memory_unrepairable": True}, "crit", "memory_unrepairable"),
+        ({"remap_pending": True}, "warn", "pending"),
+        ({"retired_pages_pending": True, "remap_failed": None}, "warn", "pending"),
+        ({"channel_repair_pending": True}, "warn", "pending"),
+        ({"remap_banks_none": 2}, "warn", "no_spare_rows"),
+    ],
+)
+def test_what_the_card_says(
+    fleet: "Fleet", judge: Judge, health: "dict[str, bool | int | None]", verdict: str, code: str
+) -> None:
+    card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
+    fleet.run(60, judge)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
+    card.health |= health
+    fleet.run(60, judge)
+    assert fleet.findings() == [("gpu-001", card.entity, "firing", verdict, code)]
+    card.health.clear()
+    fleet.run(60, judge)
+    assert fleet.findings() == []
+
+
+def test_pending_asks_for_a_reset_and_failure_for_another_card(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health["remap_pending"] = True
+    fleet.run(60, judge)
+    asked = "SELECT json_extract_string(detail, '$.action'), verdict FROM finding"
+    assert fleet.sql(asked) == [("reset", "warn")]
+    card.health["remap_failed"] = True
+    fleet.run(60, judge)
+    assert fleet.sql(asked) == [("drain_rma", "crit")]
+    assert [row[5] for row in fleet.incidents()] == ["crit"]
+
+
+def test_repaired_rows_are_no_failure(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health |= {"remapped_rows_uncorrectable_total": 3, "remap_banks_low": 1}
+    fleet.run(60, judge)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
+
+
+def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
+    old = fleet.add("gpu-001", gpus=1).cards[0]
+    cards = fleet.add("gpu-002", gpus=4, health=True).cards
+    flags = ("remap_failed", "memory_unrepairable", "remap_pending", "retired_pages_pending")
+    for card in cards[:2]:
+        card.health |= dict.fromkeys((*flags, "remap_banks_none"))
+    fleet.why_null(cards[0], "gpu_health", *flags)
+    fleet.why_null(cards[1], "gpu_health", *flags[:3])
+    fleet.why_null(cards[1], "gpu_health", flags[3], reason="failed")
+    cards[2].state = "lost"
+    fleet.run(60, judge)
+    assert fleet.find(RULE, old.entity)[:2] == ("n/a", "no_probe")
+    assert [fleet.find(RULE, card.entity)[:2] for card in cards] == [
+        ("n/a", "not_supported"),
+        ("unknown", "unreadable"),
+        ("unknown", "lost"),
+        ("ok", "none"),
+    ]
+    fleet.nodes["gpu-002"].up = False
+    fleet.at += timedelta(minutes=5)
+    assert fleet.find(RULE, cards[3].entity)[:2] == ("unknown", "no_samples")
