@@ -97,7 +97,7 @@ class Stage:
         self.isolation = Isolation(
             HostSettings(driver="auto" if plan == "init" else "simulated", simulated=node),
             PROBES,
-            Sampling(deadline_s=0.5, retry_s=retry_s, retry_max_s=10.0),
+            Sampling(deadline_s=0.5, init_deadline_s=0.5, retry_s=retry_s, retry_max_s=10.0),
             self.episodes,
             self.take,
             self.events.append,

@@ -207,7 +207,14 @@ def test_the_hello_describes_every_table_and_brings_the_inventory(kit: Any) -> N
         await until(lambda: kit.spool.rows("gpu"))
         await until(lambda: supervisor._hello().inventory.complete)
         hello = supervisor._hello()
-        assert {probe.name for probe in hello.probes} == {"gpu", "pci", "host", "agent", "bench"}
+        assert {probe.name for probe in hello.probes} == {
+            "gpu",
+            "gpu_health",
+            "pci",
+            "host",
+            "agent",
+            "bench",
+        }
         assert {probe.name: probe.interval_s for probe in hello.probes}["gpu"] == 0.5
         assert hello.node == "gpu-a01"
         assert len(hello.machine_id) == 32
@@ -230,12 +237,19 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
             result = await obey(directive(set_interval=pb.SetInterval(probe=probe, interval_s=every)))
             assert result.outcome == pb.OUTCOME_REFUSED
         for other in (
-            directive(pause_driver=pb.PauseDriver(for_s=5)),
-            directive(resume_driver=pb.ResumeDriver()),
             directive(renew_certificate=pb.RenewCertificate()),
             directive(),
         ):
             assert (await obey(other)).outcome == pb.OUTCOME_UNSUPPORTED
+        for for_s in (0.01, -5.0, float("nan"), 1e9):
+            result = await obey(directive(pause_driver=pb.PauseDriver(for_s=for_s)))
+            assert result.outcome == pb.OUTCOME_REFUSED
+        assert (await obey(directive(pause_driver=pb.PauseDriver()))).outcome == pb.OUTCOME_DONE
+        assert 1700 < supervisor.episodes.released_for_s <= 1800
+        asked = pb.RunBench(bench="h2d", lease="lease-6", deadline_s=30)
+        assert (await obey(directive(run_bench=asked))).outcome == pb.OUTCOME_REFUSED
+        assert (await obey(directive(resume_driver=pb.ResumeDriver()))).outcome == pb.OUTCOME_DONE
+        assert not supervisor.episodes.released
         wanted = pb.RunBench(bench="h2d", lease="lease-7", deadline_s=30)
         result = await obey(directive(run_bench=wanted))
         assert (result.outcome, result.message) == (pb.OUTCOME_DONE, "8 ok")
@@ -245,6 +259,8 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
 
     play(lambda: made(kit), work)
     rows = kit.spool.rows("bench")
+    assert [row["reason"] for row in rows if row["lease"] == "lease-6"] == ["the driver is released"]
+    rows = [row for row in rows if row["lease"] != "lease-6"]
     assert len(rows) == 8
     assert {row["lease"] for row in rows} == {"lease-7"}
     assert {row["status"] for row in rows} == {"ok"}
