@@ -132,6 +132,7 @@ class Episodes:
         self._released_until_us = kept.released_until_us if kept.released_boot == boot_id else 0
         self._versions: dict[str, str] = {}
         self._cards: dict[str, Card] = {}
+        self._by_uuid: dict[str, Card] = {}
         self._serials: dict[str, str] = {}
         self._known: set[str] | None = None
         self._answered: set[str] = set()
@@ -282,7 +283,7 @@ class Episodes:
             card = Card(_text(row, "gpu_uuid"), _text(row, "pci"), _number(row, "gpu_index"))
             state = _text(row, "state")
             if card.uuid:
-                self._cards[card.pci] = card
+                self._cards[card.pci] = self._by_uuid[card.uuid] = card
             self.states[card.uuid or card.pci] = state
             events += self._see_card(card, state, sweep.mono_us)
         events += self._see_absent() + self._see_epoch(sweep)
@@ -356,9 +357,10 @@ class Episodes:
     def _see_absent(self) -> list[Event]:
         """Cards that answered and are no longer in the driver's list."""
         gone = self._answered - self.states.keys() - self._lost.keys()
-        known = {card.uuid: card for card in self._cards.values()}
         return [
-            self._lose(known.get(key, Card("", key, -1)), "not_listed", "is no longer listed by the driver")
+            self._lose(
+                self._by_uuid.get(key, Card("", key, -1)), "not_listed", "is no longer listed by the driver"
+            )
             for key in sorted(gone)
         ]
 
