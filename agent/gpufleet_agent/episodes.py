@@ -310,11 +310,13 @@ class Episodes:
         pci = name if kind == "pci" else _detail(event, "pci")
         if uuid in self._lost or pci in self._lost:
             return None
+        if not uuid and any(card.pci == pci for card in self._lost.values()):
+            return None
         self._mark_lost(LostCard(uuid, pci, max(1, event.mono_us)))
         self._keep()
         if not uuid:
             return event
-        detail = json.loads(event.detail or "{}")
+        detail = _details(event)
         detail["serial"] = detail.get("serial") or self._serials.get(uuid)
         return replace(event, entity=f"gpu:{uuid}", detail=json.dumps(detail))
 
@@ -418,11 +420,16 @@ def skip_of(hang: Hang) -> Skip:
     return Skip(hang.what, hang.uuid, hang.index)
 
 
-def _detail(event: Event, key: str) -> str:
+def _details(event: Event) -> dict[str, object]:
     try:
-        found = json.loads(event.detail or "{}").get(key)
+        found = json.loads(event.detail or "{}")
     except ValueError:
-        return ""
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _detail(event: Event, key: str) -> str:
+    found = _details(event).get(key)
     return found if isinstance(found, str) else ""
 
 
