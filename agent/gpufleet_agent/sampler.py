@@ -120,7 +120,7 @@ class Sampler:
                 self._jobs.append(Job(f"tick {name}", tick_s, self._ticker(name, probe), start))
             self._jobs.append(Job(f"probe {name}", every_s, self._prober(name, probe), start))
         # what needs no driver goes first, so that it is out before a driver call can hang
-        self._jobs.sort(key=lambda job: job.name.partition(" ")[2] in CARD_PROBES)
+        self._jobs.sort(key=lambda job: " gpu" in job.name)
 
     def once(self) -> None:
         """Run every job once."""

@@ -108,80 +108,6 @@ def test_an_epoch_that_grows_is_a_reload_and_one_that_begins_anew_is_a_new_sampl
     assert kept.see("ok", "ok", "ok", epoch=3) == ["driver_reloaded"]
 
 
-def test_a_hang_is_told_once_also_over_a_restart_and_is_tried_at_growing_intervals() -> None:
-    kept = Kept()
-    kept.see("ok", "ok", "ok")
-    event = kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
-    assert event is not None
-    assert event.entity == "gpu:GPU-1"
-    assert json.loads(event.detail) == {"pci": PCI[1], "call": "temperature", "seconds": 3.2}
-    assert kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2) is None
-    waits = []
-    for _ in range(8):
-        began = kept.clock.us
-        while not kept.episodes.due():
-            kept.clock.us += 1_000_000
-        waits.append((kept.clock.us - began) // 1_000_000)
-        kept.episodes.postpone(PCI[1])
-    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
-    kept.restart()
-    assert [hang.what for hang in kept.episodes.skips()] == [PCI[1]]
-    assert kept.episodes.skips()[0].uuid == "GPU-1"
-    assert kept.episodes.begin_hang(PCI[1], PCI[1], "power", 3.2) is None
-    recovered = kept.episodes.end_hang(PCI[1])
-    assert recovered is not None
-    assert recovered.kind == "driver_recovered"
-    assert json.loads(recovered.detail)["seconds"] > 3600
-    assert kept.episodes.end_hang(PCI[1]) is None
-    assert kept.restart().skips() == []
-
-
-def test_after_a_reboot_a_hung_card_is_tried_afresh() -> None:
-    kept = Kept()
-    kept.see("ok", "ok", "ok")
-    kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
-    kept.restart("boot-2")
-    assert kept.episodes.skips() == []
-    assert kept.see("ok", "ok", "ok") == ["driver_recovered"]
-    assert kept.see("ok", "ok", "ok") == []
-    kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
-    kept.restart("boot-3")
-    assert kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2) is not None  # it hangs again
-
-
-@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"hung": 3}', '{"hung": [{}]}', "\0"])
-def test_what_was_kept_by_another_version_is_forgotten(text: str) -> None:
-    kept = Kept()
-    kept.text = text
-    assert kept.restart().skips() == []
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(*[st.sampled_from(["ok", "lost", "hung", None])] * 3),
-            st.just("restart"),
-            st.just("error"),
-        ),
-        max_size=30,
-    )
-)
-def test_lost_and_found_alternate_whatever_happens(story: list[tuple[str | None, ...] | str]) -> None:
-    kept = Kept()
-    told: dict[str, list[str]] = {}
-    for step in story:
-        if step == "restart":
-            kept.restart()
-        elif step == "error":
-            assert kept.see(error="driver_not_loaded") == []
-        else:
-            for event in kept.look(*step):
-                if event.code != "new":
-                    told.setdefault(event.entity, []).append(event.kind)
-    for kinds in told.values():
-        assert all(kind == ("gpu_lost", "gpu_found")[at % 2] for at, kind in enumerate(kinds))
-
-
 # ---------------------------------------------------------------- what the kernel log says
 
 
@@ -260,3 +186,80 @@ def test_B09_a_mismatch_is_told_once_with_both_versions_also_over_a_restart() ->
     assert kept.restart().begin_mismatch() is None
     assert kept.episodes.end_mismatch() is not None
     assert kept.episodes.end_mismatch() is None
+
+
+# ---------------------------------------------------------------- over time
+
+
+def test_a_hang_is_told_once_also_over_a_restart_and_is_tried_at_growing_intervals() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    event = kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
+    assert event is not None
+    assert event.entity == "gpu:GPU-1"
+    assert json.loads(event.detail) == {"pci": PCI[1], "call": "temperature", "seconds": 3.2}
+    assert kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2) is None
+    waits = []
+    for _ in range(8):
+        began = kept.clock.us
+        while not kept.episodes.due():
+            kept.clock.us += 1_000_000
+        waits.append((kept.clock.us - began) // 1_000_000)
+        kept.episodes.postpone(PCI[1])
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    kept.restart()
+    assert [hang.what for hang in kept.episodes.skips()] == [PCI[1]]
+    assert kept.episodes.skips()[0].uuid == "GPU-1"
+    assert kept.episodes.begin_hang(PCI[1], PCI[1], "power", 3.2) is None
+    recovered = kept.episodes.end_hang(PCI[1])
+    assert recovered is not None
+    assert recovered.kind == "driver_recovered"
+    assert json.loads(recovered.detail)["seconds"] > 3600
+    assert kept.episodes.end_hang(PCI[1]) is None
+    assert kept.restart().skips() == []
+
+
+def test_after_a_reboot_a_hung_card_is_tried_afresh() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
+    kept.restart("boot-2")
+    assert kept.episodes.skips() == []
+    assert kept.see("ok", "ok", "ok") == ["driver_recovered"]
+    assert kept.see("ok", "ok", "ok") == []
+    kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2)
+    kept.restart("boot-3")
+    assert kept.episodes.begin_hang(PCI[1], PCI[1], "temperature", 3.2) is not None  # it hangs again
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"hung": 3}', '{"hung": [{}]}', "\0"])
+def test_what_was_kept_by_another_version_is_forgotten(text: str) -> None:
+    kept = Kept()
+    kept.text = text
+    assert kept.restart().skips() == []
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(*[st.sampled_from(["ok", "lost", "hung", None])] * 3),
+            st.just("restart"),
+            st.just("error"),
+        ),
+        max_size=30,
+    )
+)
+def test_lost_and_found_alternate_whatever_happens(story: list[tuple[str | None, ...] | str]) -> None:
+    kept = Kept()
+    told: dict[str, list[str]] = {}
+    for step in story:
+        if step == "restart":
+            kept.restart()
+        elif step == "error":
+            assert kept.see(error="driver_not_loaded") == []
+        else:
+            for event in kept.look(*step):
+                if event.code != "new":
+                    told.setdefault(event.entity, []).append(event.kind)
+    for kinds in told.values():
+        assert all(kind == ("gpu_lost", "gpu_found")[at % 2] for at, kind in enumerate(kinds))

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from gpufleet_agent.probes import PROBES
+
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -27,7 +29,7 @@ def test_it_measures_and_ends_cleanly_when_told(kit: Any) -> None:
     kinds = kit.spool.kinds()
     assert (kinds[0], kinds[-1], len(kinds)) == ("agent_start", "agent_stop", 2)
     runs = kit.spool.rows("agent")
-    assert {row["probe"] for row in runs} == {"gpu", "gpu_health", "host", "pci", "agent"}
+    assert {row["probe"] for row in runs} == {*PROBES, "agent"}
     assert all(row["ok"] is True and row["error"] == "" for row in runs)
     sweeps = {row["ts_us"] for row in kit.spool.rows("gpu")}
     marks = {row["ts_us"]: row["rows"] for row in runs if row["probe"] == "gpu"}

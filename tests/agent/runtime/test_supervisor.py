@@ -18,6 +18,7 @@ from gpufleet_agent.config import AgentConfig
 from gpufleet_agent.guard import HostSettings, SimulatedNode
 from gpufleet_agent.identity import identify
 from gpufleet_agent.probe import mono_us, wall_us
+from gpufleet_agent.probes import PROBES
 from gpufleet_agent.schedule import ClockWatch
 from gpufleet_agent.spool import Clock, Spool
 from gpufleet_agent.supervisor import Patience, Supervisor
@@ -184,7 +185,7 @@ def test_W01_a_collector_that_is_away_or_pauses_is_no_reason(
 
     async def work(supervisor: Supervisor) -> None:
         await until(lambda: kit.spool.rows("gpu"))
-        assert supervisor.healthy()
+        await until(supervisor.healthy)
         blocked = Blocked()
         blocked.state = "paused: disk_floor"
         supervisor.push = blocked  # type: ignore[assignment]
@@ -211,14 +212,7 @@ def test_the_hello_describes_every_table_and_brings_the_inventory(kit: Any) -> N
         await until(lambda: kit.spool.rows("gpu"))
         await until(lambda: supervisor._hello().inventory.complete)
         hello = supervisor._hello()
-        assert {probe.name for probe in hello.probes} == {
-            "gpu",
-            "gpu_health",
-            "pci",
-            "host",
-            "agent",
-            "bench",
-        }
+        assert {probe.name for probe in hello.probes} == {*PROBES, "agent", "bench"}
         assert {probe.name: probe.interval_s for probe in hello.probes}["gpu"] == 0.5
         assert hello.node == "gpu-a01"
         assert len(hello.machine_id) == 32

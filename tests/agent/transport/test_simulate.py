@@ -11,6 +11,7 @@ import pytest
 
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent import simulate
+from gpufleet_agent.probes import PROBES
 from gpufleet_agent.spool import Clock, Spool, SpoolHeld
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def check_quiet(kit: Kit, collector: FakeCollector) -> None:
     assert all(row["unit"] == "GB/s" and row["params_hash"] and row["version"] for row in benches)
     assert [event.kind for event in events(collector, "quiet")] == ["agent_start", "agent_stop"]
     hello = next(hello for hello in collector.hellos if hello.node == "quiet")
-    assert {probe.name for probe in hello.probes} == {"gpu", "gpu_health", "pci", "host", "agent", "bench"}
+    assert {probe.name for probe in hello.probes} == {*PROBES, "agent", "bench"}
     assert hello.inventory.complete
     kinds = sorted(item.entity.partition(":")[0] for item in hello.inventory.items)
     assert kinds == ["gpu", "gpu", "node", "pci", "pci"]
