@@ -86,7 +86,8 @@ class BenchRunner:
     async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
         skips = self._skips()
         if BENCHES[bench].ON == "gpu" and any(skip.pci == "" for skip in skips):
-            return self._own(bench, entity, lease, "skipped", "the driver hangs", 0.0)
+            why = "the driver is released" if any(s.why == "released" for s in skips) else "the driver hangs"
+            return self._own(bench, entity, lease, "skipped", why, 0.0)
         got: list[Sweep] = []
 
         def take(message: Message) -> None:

@@ -74,13 +74,16 @@ class Child:
         command: Sequence[str],
         settings: Callable[[int], msgspec.Struct],
         deliver: Callable[[Message], None],
+        note: bytes = b"",
     ) -> "Child":
         """Start `command` with its settings as JSON; `settings` is given the descriptor of its progress word.
+
+        `note` is for `progress.read_note`.
 
         Raises:
             OSError: The system cannot start a process now.
         """
-        memory = new_memory()
+        memory = new_memory(note)
         try:
             process = subprocess.Popen(
                 [*command, msgspec.json.encode(settings(memory)).decode()],

@@ -55,11 +55,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         deadline_s: A driver call that takes longer is hung: its child is abandoned.
+        init_deadline_s: The same for the driver's initialisation, which may wake every card first.
         retry_s: How long a hung card is left alone before it is tried again; doubles at each failure.
         retry_max_s: Longest such wait.
     """
 
     deadline_s: Annotated[float, msgspec.Meta(ge=0.1, le=600)] = 3.0
+    init_deadline_s: Annotated[float, msgspec.Meta(ge=0.1, le=3600)] = 60.0
     retry_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 60.0
     retry_max_s: Annotated[float, msgspec.Meta(ge=0.1, le=7 * 86400)] = 3600.0
 
@@ -112,7 +114,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         node: The name people type; empty = the hostname.
         collector: HOST:PORT of the collector.
         insecure: Send in plain text to a collector that is not on this machine.
-        driver: auto (NVML where there is one, else sysfs alone), nvml, none or simulated.
+        driver: auto (NVML and amdgpu where there are such cards, else sysfs alone), nvml, amdgpu, none or
+            simulated.
         root: Where /proc, /sys and /dev are looked for.
         state_dir: Spool and bench file; survives a reboot.
         runtime_dir: Lock of the benches; one per host.
@@ -128,7 +131,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     node: str = ""
     collector: str = "127.0.0.1:7443"
     insecure: bool = False
-    driver: Literal["auto", "nvml", "none", "simulated"] = "auto"
+    driver: Literal["auto", "nvml", "amdgpu", "none", "simulated"] = "auto"
     root: str = "/"
     state_dir: str = "/var/lib/gpufleet"
     runtime_dir: str = "/run/gpufleet"

@@ -5,6 +5,9 @@ from collections.abc import Awaitable, Callable
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent.bench_runner import BenchRunner, statuses
 from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.control import LEAST_S as LEAST_RELEASE_S
+from gpufleet_agent.control import MOST_S as MOST_RELEASE_S
+from gpufleet_agent.control import RELEASE_S
 from gpufleet_agent.isolation import Isolation
 
 LEAST_S, MOST_S = 0.5, 86400.0
@@ -17,9 +20,16 @@ class Directives:
     Args:
         benches: Runs benches.
         isolation: Has the probes' intervals.
+        release: Lets go of the driver for so many seconds; processes that hold it still.
     """
 
-    def __init__(self, benches: BenchRunner, isolation: Isolation) -> None:
+    def __init__(
+        self,
+        benches: BenchRunner,
+        isolation: Isolation,
+        release: Callable[[float], Awaitable[list[int]]],
+    ) -> None:
+        self._release = release
         self._benches = benches
         self._isolation = isolation
 
@@ -28,6 +38,8 @@ class Directives:
         work: dict[str, Callable[[pb.Directive], Awaitable[tuple[pb.Outcome.ValueType, str]]]] = {
             "run_bench": self._run_bench,
             "set_interval": self._set_interval,
+            "pause_driver": self._pause_driver,
+            "resume_driver": self._resume_driver,
         }
         kind = directive.WhichOneof("kind") or ""
         if kind not in work:
@@ -62,3 +74,15 @@ class Directives:
         if not self._isolation.set_interval(wanted.probe, wanted.interval_s):
             return pb.OUTCOME_REFUSED, f"no probe {wanted.probe:.60} runs here"
         return pb.OUTCOME_DONE, f"{wanted.probe} every {wanted.interval_s:g} s until the agent is restarted"
+
+    async def _pause_driver(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+        for_s = directive.pause_driver.for_s or RELEASE_S
+        if not LEAST_RELEASE_S <= for_s <= MOST_RELEASE_S:
+            return pb.OUTCOME_REFUSED, f"{for_s:g} s: give {LEAST_RELEASE_S:g} to {MOST_RELEASE_S:g}"
+        holders = await self._release(for_s)
+        if holders:
+            return pb.OUTCOME_FAILED, f"stuck in the driver: {', '.join(map(str, holders))}"
+        return pb.OUTCOME_DONE, f"the driver is left alone for {for_s:g} s"
+
+    async def _resume_driver(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+        return pb.OUTCOME_DONE, "taken back" if self._isolation.resume() else "it was not released"

@@ -7,6 +7,7 @@ The supervisor asks here what to skip and when to try again.
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,9 @@ from gpufleet_agent.probe import Sweep, mono_us, wall_us
 from gpufleet_agent.probes import gpu
 
 _COLUMNS = {metric.name: at for at, metric in enumerate(gpu.METRICS)}
+_DOUBT_US = 10_000_000
+"""A driver may answer from memory for so long for a card that the kernel already calls lost."""
+
 _MOST = 256
 """Episodes kept of each sort; a host has at most sixteen cards, but they are swapped over the years."""
 
@@ -62,10 +66,17 @@ class Hang(msgspec.Struct):
 
 
 class LostCard(msgspec.Struct, frozen=True):
-    """A card that does not answer."""
+    """A card that does not answer.
+
+    Attributes:
+        uuid: Its identity; empty where it is not known.
+        pci: Its address.
+        heard_us: CLOCK_BOOTTIME of the kernel's word that it is gone, while no driver has said so; else 0.
+    """
 
     uuid: str
     pci: str
+    heard_us: int = 0
 
 
 class Kept(msgspec.Struct):
@@ -73,6 +84,9 @@ class Kept(msgspec.Struct):
 
     hung: list[Hang] = []
     lost: list[LostCard] = []
+    mismatch: bool = False
+    released_until_us: int = 0
+    released_boot: str = ""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -114,7 +128,11 @@ class Episodes:
             kept = msgspec.json.decode(text or "{}", type=Kept)
         self._hung = {hang.what: hang for hang in kept.hung[-_MOST:]}
         self._lost = {card.uuid or card.pci: card for card in kept.lost[-_MOST:]}
+        self._mismatch = kept.mismatch
+        self._released_until_us = kept.released_until_us if kept.released_boot == boot_id else 0
+        self._versions: dict[str, str] = {}
         self._cards: dict[str, Card] = {}
+        self._by_uuid: dict[str, Card] = {}
         self._serials: dict[str, str] = {}
         self._known: set[str] | None = None
         self._answered: set[str] = set()
@@ -208,6 +226,46 @@ class Episodes:
             hang.orphan, hang.orphan_born = pid, _born(pid)
             self._keep()
 
+    # ---- the driver as a whole
+
+    def begin_mismatch(self) -> Event | None:
+        """Driver and library differ, also for a process started anew. The event, unless already known."""
+        if self._mismatch:
+            return None
+        self._mismatch = True
+        self._keep()
+        versions = ", ".join(f"{name} {version}" for name, version in self._versions.items())
+        text = f"driver and library differ in version{f' ({versions})' if versions else ''}: reload or reboot"
+        return happened("driver_mismatch", "node:", text, "driver_mismatch", self._versions)
+
+    def end_mismatch(self) -> Event | None:
+        """The library answers again."""
+        if not self._mismatch:
+            return None
+        self._mismatch = False
+        self._keep()
+        return happened("driver_recovered", "node:", "driver and library fit again", "driver_mismatch")
+
+    @property
+    def released(self) -> bool:
+        """Whether people asked for the driver to be left alone now."""
+        return self._clock_us() < self._released_until_us
+
+    @property
+    def released_for_s(self) -> float:
+        """How much longer; 0 when not at all."""
+        return max(0, self._released_until_us - self._clock_us()) / 1e6
+
+    def release(self, for_s: float) -> None:
+        """Leave the driver alone for so long, also over a restart of the agent; 0 = no longer."""
+        self._released_until_us = self._clock_us() + int(for_s * 1e6) if for_s else 0
+        self._keep()
+
+    def skip_list(self) -> list[Skip]:
+        """What children must not touch now."""
+        skips = [skip_of(hang) for hang in self.skips() if not hang.what.startswith("probe ")]
+        return [*skips, Skip("", why="released")] if self.released else skips
+
     # ---- lost and found
 
     def new_process(self) -> None:
@@ -218,24 +276,49 @@ class Episodes:
         """What changed with this sweep of probe `gpu`."""
         if sweep.error:
             return []
-        before = (set(self._lost), set(self._hung))
+        before = (dict(self._lost), set(self._hung))
         events: list[Event] = []
         self.states = {}
         for row in sweep.rows:
             card = Card(_text(row, "gpu_uuid"), _text(row, "pci"), _number(row, "gpu_index"))
             state = _text(row, "state")
             if card.uuid:
-                self._cards[card.pci] = card
+                self._cards[card.pci] = self._by_uuid[card.uuid] = card
             self.states[card.uuid or card.pci] = state
-            events += self._see_card(card, state)
+            events += self._see_card(card, state, sweep.mono_us)
         events += self._see_absent() + self._see_epoch(sweep)
         self._known = (self._known or set()) | self.states.keys()
         self._answered |= {key for key, state in self.states.items() if state == "ok"}
         if "" in self._hung and not self.is_hung(""):
             events += [event for event in (self.end_hang(""),) if event]
-        if before != (set(self._lost), set(self._hung)):
+        if before != (self._lost, set(self._hung)):
             self._keep()
         return events
+
+    def hear(self, event: Event) -> Event | None:
+        """What the kernel log says: the event to report, or None when this loss is already known.
+
+        Driver and kernel log both see most losses; whoever is first tells it.
+        """
+        if event.kind != "gpu_lost":
+            return event
+        kind, _, name = event.entity.partition(":")
+        if kind == "node":
+            return event
+        card = self._cards.get(name) if kind == "pci" else None
+        uuid = card.uuid if card else name if kind == "gpu" else _detail(event, "uuid")
+        pci = name if kind == "pci" else _detail(event, "pci")
+        if uuid in self._lost or pci in self._lost:
+            return None
+        if not uuid and any(card.pci == pci for card in self._lost.values()):
+            return None
+        self._mark_lost(LostCard(uuid, pci, max(1, event.mono_us)))
+        self._keep()
+        if not uuid:
+            return event
+        detail = _details(event)
+        detail["serial"] = detail.get("serial") or self._serials.get(uuid)
+        return replace(event, entity=f"gpu:{uuid}", detail=json.dumps(detail))
 
     def see_inventory(self, inventory: Inventory) -> None:
         """Remember the serials."""
@@ -243,15 +326,28 @@ class Episodes:
             serial = item.attributes.get("serial")
             if serial:
                 self._serials[item.entity.partition(":")[2]] = serial
+            if item.entity == "node:":
+                self._versions = {
+                    name: item.attributes[key]
+                    for name, key in (("driver", "driver_version"), ("library", "library_version"))
+                    if key in item.attributes
+                }
 
-    def _see_card(self, card: Card, state: str) -> list[Event]:
+    def _see_card(self, card: Card, state: str, at_us: int) -> list[Event]:
         key = card.uuid or card.pci
-        if state == "lost" and key not in self._lost:
+        lost = self._lost.get(key) or self._lost.get(card.pci)
+        if state == "lost" and lost is None:
             return [self._lose(card, "no_answer", "no longer answers the driver")]
+        if state == "lost" and lost is not None and (lost.heard_us or not lost.uuid):
+            self._lost.pop(card.pci, None)
+            self._mark_lost(LostCard(card.uuid, card.pci))
         if state != "ok":
             return []
+        if lost is not None and lost.heard_us and at_us < lost.heard_us + _DOUBT_US:
+            return []
         events: list[Event] = []
-        lost = self._lost.pop(key, None) or self._lost.pop(card.pci, None)
+        for one in (key, card.pci):
+            self._lost.pop(one, None)
         if lost is not None:
             events.append(self._find(card, "back", "answers again"))
         elif self._known is not None and key not in self._known:
@@ -263,9 +359,10 @@ class Episodes:
     def _see_absent(self) -> list[Event]:
         """Cards that answered and are no longer in the driver's list."""
         gone = self._answered - self.states.keys() - self._lost.keys()
-        known = {card.uuid: card for card in self._cards.values()}
         return [
-            self._lose(known.get(key, Card("", key, -1)), "not_listed", "is no longer listed by the driver")
+            self._lose(
+                self._by_uuid.get(key, Card("", key, -1)), "not_listed", "is no longer listed by the driver"
+            )
             for key in sorted(gone)
         ]
 
@@ -281,10 +378,13 @@ class Episodes:
         ]
 
     def _lose(self, card: Card, code: str, what: str) -> Event:
-        self._lost[card.uuid or card.pci] = LostCard(card.uuid, card.pci)
+        self._mark_lost(LostCard(card.uuid, card.pci))
+        return self._card_event("gpu_lost", card, code, what)
+
+    def _mark_lost(self, card: LostCard) -> None:
+        self._lost[card.uuid or card.pci] = card
         while len(self._lost) > _MOST:
             del self._lost[next(iter(self._lost))]
-        return self._card_event("gpu_lost", card, code, what)
 
     def _find(self, card: Card, code: str, what: str) -> Event:
         return self._card_event("gpu_found", card, code, what)
@@ -305,13 +405,32 @@ class Episodes:
         return f"pci:{pci}" if pci else "node:"
 
     def _keep(self) -> None:
-        kept = Kept(list(self._hung.values()), list(self._lost.values()))
+        kept = Kept(
+            list(self._hung.values()),
+            list(self._lost.values()),
+            self._mismatch,
+            self._released_until_us,
+            self._boot_id,
+        )
         self._save(msgspec.json.encode(kept).decode())
 
 
 def skip_of(hang: Hang) -> Skip:
     """What the sampler is told about it."""
     return Skip(hang.what, hang.uuid, hang.index)
+
+
+def _details(event: Event) -> dict[str, object]:
+    try:
+        found = json.loads(event.detail or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _detail(event: Event, key: str) -> str:
+    found = _details(event).get(key)
+    return found if isinstance(found, str) else ""
 
 
 def _text(row: list[Value | None], name: str) -> str:

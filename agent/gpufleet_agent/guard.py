@@ -47,7 +47,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a child opens the host.
 
     Attributes:
-        driver: auto, nvml, none or simulated.
+        driver: auto, nvml, amdgpu, none or simulated.
         root: Where /proc and /sys are.
         simulated: For driver = "simulated".
     """
@@ -124,10 +124,12 @@ class GuardedHost:
         """The cards; a skipped one is in the list but answers `Hung`.
 
         Raises:
-            DriverGone: No driver answers, or it hung as a whole (code `hung`).
+            DriverGone: No driver answers, or it is left alone as a whole (code `hung` or `released`).
         """
         if "" in self._skip:
-            raise DriverGone("hung", "a call of the driver for no single card did not return")
+            why = self._skip[""].why
+            text = "a call of the driver for no single card did not return"
+            raise DriverGone(why, text if why == "hung" else "left alone for maintenance")
         return [
             SkippedGpu(gpu, self._skip[gpu.pci]) if gpu.pci in self._skip else gpu
             for gpu in self._host.gpus()

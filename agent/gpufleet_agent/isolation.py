@@ -21,13 +21,16 @@ from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.pipe import Command, Message
 from gpufleet_agent.probe import Sweep
 from gpufleet_agent.probes import gpu
-from gpufleet_agent.progress import Doing
-from gpufleet_agent.sampler import Settings
+from gpufleet_agent.progress import INIT_CALL, Doing
+from gpufleet_agent.sampler import CARD_PROBES, KERNEL_LOG, Settings
 
 log = logging.getLogger(__name__)
 
 STEADY_S = 60.0
 """A sampler that ran this long ends the growth of the restart back-off."""
+
+KERNEL_LOG_S = 2.0
+"""How often the kernel log is looked at: reading it takes microseconds when there is nothing new."""
 
 KILL_AFTER_S = 1.0
 """An abandoned child ends by itself when it can; after this long it is killed, if the kernel lets it be."""
@@ -68,6 +71,7 @@ class Isolation:
         report: Takes events.
         command: The sampler program.
         restart_s: First wait before a sampler that ended is started again; doubles up to a minute.
+        cursor: Says where the kernel log is to be read from; None = it is not read.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Isolation:
         report: Callable[[Event], None],
         command: Sequence[str] = module_command("gpufleet_agent.sampler"),
         restart_s: float = 1.0,
+        cursor: Callable[[], str] | None = None,
     ) -> None:
         self.restarts_total = 0
         self._host = host
@@ -96,6 +101,10 @@ class Isolation:
         self._ends = 0
         self._start_at = 0.0
         self._blocked_by: str | None = None
+        self._cursor = cursor
+        self._released = episodes.released
+        self._mismatches = 0
+        self._renew_at = 0.0
         self._crashed: dict[tuple[str, str], float] = {}
 
     @property
@@ -112,6 +121,8 @@ class Isolation:
         """Look after everything once; takes no time worth naming."""
         now = time.monotonic()
         self._look_after_orphans(now)
+        if self._released and not self._episodes.released:
+            self._take_back("time_over")
         if self._sampler is None:
             if now >= self._start_at and self._blocked_by not in self._orphans:
                 self._start()
@@ -126,6 +137,42 @@ class Isolation:
             elif now - self._sampler.child.started > STEADY_S:
                 self._ends = 0
         self._look_after_trial(now)
+
+    async def release(self, for_s: float, timeout_s: float = 10.0) -> list[int]:
+        """Let go of the driver for `for_s` seconds; processes that hold it still, stuck in a call."""
+        again = self._episodes.released
+        self._episodes.release(for_s)
+        self._released = True
+        children = [child for child, _ in self._orphans.values()]
+        if not again:
+            text = f"the driver is left alone for {for_s:g} s: it was asked for"
+            self._report(happened("driver_released", "node:", text, "asked", {"for_s": for_s}))
+            if self._trial is not None:
+                (hang, trial), self._trial = self._trial, None
+                self._episodes.postpone(hang.what)
+                self._abandon(hang.what, trial.child)
+                children.append(trial.child)
+            if self._sampler is not None:
+                self._renew(self._sampler)
+                children.append(self._sampler.child)
+        until = time.monotonic() + timeout_s
+        for child in children:
+            await child.wait(max(0.1, until - time.monotonic()))
+        return [child.pid for child in children if child.code is None]
+
+    def resume(self) -> bool:
+        """Take the driver back; False when it was not released."""
+        if not self._episodes.released:
+            return False
+        self._take_back("asked")
+        return True
+
+    def _take_back(self, code: str) -> None:
+        self._episodes.release(0.0)
+        self._released = False
+        self._report(happened("driver_resumed", "node:", "the driver is asked again", code))
+        if self._sampler is not None:
+            self._renew(self._sampler)
 
     def tell(self, command: Command) -> bool:
         """Pass a command to the sampler."""
@@ -152,8 +199,10 @@ class Isolation:
     # ---- the sampler
 
     def _start(self) -> None:
-        skips = self._episodes.skips()
-        probes = {name: every for name, every in self._probes.items() if f"probe {name}" not in _whats(skips)}
+        without = _whats(self._episodes.skips())
+        skips = self._episodes.skip_list()
+        probes = {name: every for name, every in self._probes.items() if f"probe {name}" not in without}
+        log_s = KERNEL_LOG_S if self._cursor is not None and KERNEL_LOG not in without else 0.0
         self._episodes.new_process()
         try:
             child = Child.start(
@@ -161,10 +210,12 @@ class Isolation:
                 lambda memory: Settings(
                     host=self._host,
                     probes=probes,
-                    skip=[skip_of(hang) for hang in skips if not hang.what.startswith("probe ")],
+                    skip=skips,
                     progress_fd=memory,
+                    kernel_log_s=log_s,
                 ),
-                self._deliver,
+                self._hear,
+                self._cursor().encode() if self._cursor is not None and log_s else b"",
             )
         except OSError as error:
             self._ends += 1
@@ -173,13 +224,52 @@ class Isolation:
             return
         self._sampler = Watched(child)
 
+    def _hear(self, message: Message) -> None:
+        """Look at the driver's state on the way up."""
+        self._deliver(message)
+        if isinstance(message, Sweep) and message.probe == "gpu":
+            if message.error == "driver_mismatch":
+                self._mismatched()
+            elif not message.error:
+                self._mismatches = 0
+                event = self._episodes.end_mismatch()
+                if event is not None:
+                    self._report(event)
+
+    def _mismatched(self) -> None:
+        """The child's library does not fit the driver: only a new process loads what is there now.
+
+        The first time that may be all it takes. Then it is told, and tried at growing intervals.
+        """
+        if self._sampler is None or self._sampler.planned:
+            return
+        now = time.monotonic()
+        if self._mismatches:
+            event = self._episodes.begin_mismatch()
+            if event is not None:
+                self._report(event)
+            if not self._renew_at:
+                wait_s = backoff(self._mismatches - 1, self._limits.retry_s, self._limits.retry_max_s)
+                self._renew_at = now + wait_s
+            if now < self._renew_at:
+                return
+        self._mismatches += 1
+        self._renew_at = 0.0
+        self._renew(self._sampler)
+
+    def _renew(self, watched: Watched) -> None:
+        """Have a new sampler in the place of this one, which ends by itself."""
+        watched.planned = True
+        watched.child.leave()
+
     def _ended(self, watched: Watched, now: float) -> None:
         """The sampler ended: say why, and start it again after a while."""
         self._sampler = None
+        child = watched.child
         if watched.planned:
+            child.progress.close()
             self._start()
             return
-        child = watched.child
         code = child.code or 0
         call = child.progress.call()
         self.restarts_total += 1
@@ -248,12 +338,13 @@ class Isolation:
 
     def _narrower(self, card: str, phase: str) -> str:
         """What the next child must leave out so that it does less than this one did."""
-        if phase.startswith("probe ") and phase != "probe gpu":
+        probe = phase.removeprefix("probe ") if phase.startswith("probe ") else ""
+        if probe and probe not in CARD_PROBES:
             return phase
         for what in (card, ""):
             if not self._episodes.is_hung(what):
                 return what
-        return "probe gpu"
+        return f"probe {probe or 'gpu'}"
 
     def _overdue(self, watched: Watched, now: float) -> tuple[Doing, str] | None:
         """The call or phase of a child that is past its deadline, seen so twice; and the phase around it."""
@@ -261,6 +352,8 @@ class Isolation:
         phase = progress.phase()
         doing = progress.call()
         patience = self._limits.deadline_s
+        if doing is not None and doing.call == INIT_CALL:
+            patience = max(patience, self._limits.init_deadline_s)
         if doing is None:
             # not in a call that a driver announced: it may just be a slow machine
             doing, patience = phase, max(10 * patience, 30.0)
@@ -290,6 +383,8 @@ class Isolation:
 
     def _look_after_trial(self, now: float) -> None:
         if self._trial is None:
+            if self._episodes.released:
+                return
             due = [hang for hang in self._episodes.due() if hang.what not in self._orphans]
             if due:
                 self._try(due[0])
@@ -314,10 +409,11 @@ class Isolation:
                 self._command,
                 lambda memory: Settings(
                     host=self._host,
-                    probes={probe: 1.0},
+                    probes={} if hang.what == KERNEL_LOG else {probe: 1.0},
                     skip=[skip_of(other) for other in others if not other.what.startswith("probe ")],
                     progress_fd=memory,
                     once=True,
+                    kernel_log_s=KERNEL_LOG_S if hang.what == KERNEL_LOG else 0.0,
                     only=hang.what if probe == "gpu" and hang.what else None,
                 ),
                 lambda message: sweeps.append(message) if isinstance(message, Sweep) else None,
@@ -337,8 +433,7 @@ class Isolation:
         if event is not None:
             self._report(event)
         if self._sampler is not None:
-            self._sampler.planned = True  # it leaves out what answers again: a new one does not
-            self._sampler.child.leave()
+            self._renew(self._sampler)  # it leaves out what answers again: a new one does not
 
 
 async def _end(child: Child, timeout_s: float) -> None:
@@ -356,6 +451,8 @@ def _whats(skips: Sequence[Hang]) -> set[str]:
 
 def _answers(what: str, sweeps: Sequence[Sweep]) -> bool:
     """Whether a trial's sweep shows that `what` no longer hangs; lost is an answer."""
+    if what == KERNEL_LOG:
+        return True  # it came to its end
     if what.startswith("probe "):
         return bool(sweeps)
     if not what:

@@ -178,6 +178,41 @@ def simulate(
 
 
 @main.command()
+@_config_option
+@click.option(
+    "--for", "for_text", default="30m", show_default=True, help="How long: seconds, or 90s, 30m, 2h."
+)
+def release(config_path: Path | None, for_text: str) -> None:
+    """Have the running agent let go of the driver, so that it can be upgraded or a card be reset."""
+    from gpufleet_agent.control import seconds
+
+    for_s = seconds(for_text)
+    if for_s is None:
+        raise click.UsageError(f"--for {for_text!r}: give 1s to 24h, e.g. 30m")
+    _ask(config_path, f"release {for_s:g}")
+    print(f"released for {for_s:g} s; `fleet-agent resume` takes it back sooner")
+
+
+@main.command()
+@_config_option
+def resume(config_path: Path | None) -> None:
+    """Have the running agent take the driver back."""
+    _ask(config_path, "resume")
+    print("resumed")
+
+
+def _ask(config_path: Path | None, request: str) -> None:
+    from gpufleet_agent.control import NAME, ControlError, ask
+
+    try:
+        answer = ask(Path(_load(config_path).runtime_dir) / NAME, request)
+    except (ConfigError, ControlError) as error:
+        raise _Refused(str(error)) from error
+    if not answer.get("ok"):
+        raise _Refused(str(answer.get("error")))
+
+
+@main.command()
 def version() -> None:
     """Print the version."""
     print(f"fleet-agent {__version__}")

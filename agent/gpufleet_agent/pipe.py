@@ -34,18 +34,32 @@ class Inventory(msgspec.Struct, array_like=True, frozen=True):
     items: list[Item]
 
 
+class KernelNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the kernel log brought.
+
+    Attributes:
+        events: Oldest first.
+        cursor: Where to read on once these are stored; opaque.
+    """
+
+    events: list[Event]
+    cursor: str
+
+
 class Skip(msgspec.Struct, frozen=True):
-    """A card that is not touched because a call to it does not return; pci "" = the whole driver.
+    """A card that is not touched, usually because a call to it does not return; pci "" = the whole driver.
 
     Attributes:
         pci: Its address.
         uuid: Its identity, where known, so that its row still names it.
         index: The driver's number when it was last read.
+        why: `hung`, or `released` when people asked for the driver to be left alone.
     """
 
     pci: str
     uuid: str = ""
     index: int = -1
+    why: str = "hung"
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,8 +76,8 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
     every_s: float = 0.0
 
 
-Message = Sweep | Inventory | Event
-_KINDS: dict[type, bytes] = {Sweep: b"S", Inventory: b"I", Event: b"E"}
+Message = Sweep | Inventory | Event | KernelNews
+_KINDS: dict[type, bytes] = {Sweep: b"S", Inventory: b"I", Event: b"E", KernelNews: b"K"}
 _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Message]] = {
     kind: msgspec.msgpack.Decoder(of) for of, kind in _KINDS.items()
 }

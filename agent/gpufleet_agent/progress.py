@@ -19,6 +19,9 @@ _SLOT = _RECORD.size + _CHECK.size + 1
 _CALL, _PHASE = 0, 128
 SIZE = 256
 
+INIT_CALL = "nvmlInit"
+"""Takes seconds per card where the driver was not kept loaded, so it has a deadline of its own."""
+
 
 class Phases(Protocol):
     """Where the sampler writes what it is doing between and around driver calls."""
@@ -47,11 +50,21 @@ class Doing:
     call: str
 
 
-def new_memory() -> int:
-    """A descriptor of fresh shared memory for one child."""
+def new_memory(note: bytes = b"") -> int:
+    """A descriptor of fresh shared memory for one child, with a note for it behind the progress word.
+
+    A note may be longer than the system lets an argument be.
+    """
     fd = os.memfd_create("gpufleet-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, SIZE)
+    if note:
+        os.pwrite(fd, note, SIZE)
     return fd
+
+
+def read_note(fd: int) -> bytes:
+    """What was left there for the child."""
+    return os.pread(fd, max(0, os.fstat(fd).st_size - SIZE), SIZE)
 
 
 class SharedProgress:

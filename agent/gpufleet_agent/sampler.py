@@ -20,12 +20,20 @@ import msgspec
 from gpufleet import log as logs
 from gpufleet_agent import pipe
 from gpufleet_agent.drivers import DriverError, Host, Item
+from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
 from gpufleet_agent.probe import Probe, Sweep, run_probe, wall_us
 from gpufleet_agent.probes import PROBES
-from gpufleet_agent.progress import SharedProgress
+from gpufleet_agent.progress import SharedProgress, read_note
 
 log = logging.getLogger(__name__)
+
+
+CARD_PROBES = frozenset({"gpu", "gpu_health"})
+"""Probes that ask the driver about cards; what hangs in them is left out card by card."""
+
+KERNEL_LOG = "probe kernel_log"
+"""Phase of the loop that reads the kernel log; named like a probe, for it is left out alone when it hangs."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         progress_fd: Descriptor of the shared memory; -1 = nobody watches.
         once: Run each probe once and end.
         only: The one card to show to the probes.
+        kernel_log_s: Seconds between two looks at the kernel log, from the position that is noted behind the
+            progress word (nothing noted = this boot's beginning); 0 = it is not read.
     """
 
     host: HostSettings
@@ -46,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     progress_fd: int = -1
     once: bool = False
     only: str | None = None
+    kernel_log_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,6 +84,7 @@ class Sampler:
         out: Descriptor of the pipe to the supervisor.
         commands: Descriptor of the supervisor's commands; -1 = none.
         clock: Monotonic seconds.
+        cursor: Where the kernel log is read from.
     """
 
     def __init__(
@@ -83,12 +95,14 @@ class Sampler:
         out: int,
         commands: int,
         clock: Callable[[], float] = time.monotonic,
+        cursor: str = FROM_BOOT,
     ) -> None:
         self._host = host
         self._progress = progress
         self._out = out
         self._commands = commands
         self._clock = clock
+        self._cursor = cursor
         self._unread = b""
         self._doing = ""
         self._probes = frozenset(settings.probes)
@@ -97,6 +111,8 @@ class Sampler:
         self._said: set[str] = set()
         start = clock()
         self._jobs: list[Job] = []
+        if settings.kernel_log_s > 0:
+            self._jobs.append(Job(KERNEL_LOG, settings.kernel_log_s, self._read_kernel_log, start))
         for name, every_s in settings.probes.items():
             probe = PROBES[name]
             tick_s = getattr(probe, "TICK", 0.0)
@@ -182,6 +198,17 @@ class Sampler:
 
         return run
 
+    def _read_kernel_log(self) -> None:
+        """Hand up what is new. The position moves on here; it is stored above, together with the events."""
+        try:
+            events, cursor = self._host.kernel_log(self._cursor)
+        except Exception as error:
+            self._complain(f"kernel log: {type(error).__name__}: {error}")
+            return
+        if events or cursor != self._cursor:
+            self._cursor = cursor
+            self._send(pipe.KernelNews(list(events), cursor))
+
     def _look_for_changes(self, name: str, probe: Probe, sweep: Sweep) -> None:
         """Want the inventory when cards, their state or the driver's epoch changed."""
         keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
@@ -260,11 +287,12 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     pipe.end_with_parent(0)
     out = pipe.claim_stdout()
+    note = read_note(settings.progress_fd) if settings.progress_fd >= 0 else b""
     progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
     if progress:
         progress.begin("open")
     host = open_guarded(settings.host, progress, settings.skip, settings.only)
-    sampler = Sampler(settings, host, progress, out, 0)
+    sampler = Sampler(settings, host, progress, out, 0, cursor=note.decode() or FROM_BOOT)
     try:
         if settings.once:
             sampler.once()

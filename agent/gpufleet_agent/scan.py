@@ -20,7 +20,7 @@ from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.pipe import Frames, Inventory, PipeError
 from gpufleet_agent.probe import Sweep
 from gpufleet_agent.probes import PROBES
-from gpufleet_agent.progress import Doing, ProgressView, new_memory
+from gpufleet_agent.progress import INIT_CALL, Doing, ProgressView, new_memory
 from gpufleet_agent.sampler import Settings
 
 Reading = dict[str, Value | None]
@@ -45,6 +45,7 @@ def look(
     host: HostSettings,
     deadline_s: float = 3.0,
     command: Sequence[str] = module_command("gpufleet_agent.sampler"),
+    init_deadline_s: float = 60.0,
 ) -> Seen:
     """Run each probe once. A driver call past its deadline ends the look; what came before it is kept."""
     memory = new_memory()
@@ -61,7 +62,7 @@ def look(
     view = ProgressView(memory)
     os.close(memory)
     try:
-        return _hear(child, view, deadline_s)
+        return _hear(child, view, deadline_s, init_deadline_s)
     finally:
         for end in (child.stdin, child.stdout):
             if end is not None:
@@ -74,7 +75,9 @@ def look(
                 child.wait(0.2)
 
 
-def _hear(child: subprocess.Popen[bytes], view: ProgressView, deadline_s: float) -> Seen:
+def _hear(
+    child: subprocess.Popen[bytes], view: ProgressView, deadline_s: float, init_deadline_s: float
+) -> Seen:
     seen = Seen()
     frames = Frames()
     assert child.stdout is not None
@@ -96,7 +99,8 @@ def _hear(child: subprocess.Popen[bytes], view: ProgressView, deadline_s: float)
         doing = view.call()
         if doing is None and now - began > 10 * deadline_s:
             doing = view.phase()
-        if doing is not None and now - doing.since > deadline_s:
+        initialising = doing is not None and doing.call == INIT_CALL
+        if doing is not None and now - doing.since > (init_deadline_s if initialising else deadline_s):
             seen.hung = doing
             return seen
 

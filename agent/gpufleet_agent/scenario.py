@@ -125,6 +125,7 @@ KINDS: dict[str, Kind] = {
     "mig_on": Kind(True, {}),
     "persistence_off": Kind(True, {}),
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
+    "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""

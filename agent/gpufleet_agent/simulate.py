@@ -27,10 +27,12 @@ from gpufleet_agent import bench, encode, scenario
 from gpufleet_agent.benches import BENCHES
 from gpufleet_agent.benches import METRICS as BENCH_METRICS
 from gpufleet_agent.drivers import DriverError
+from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.encode import BodyBuilder
 from gpufleet_agent.episodes import Episodes
 from gpufleet_agent.guard import GuardedHost, HostSettings
+from gpufleet_agent.isolation import KERNEL_LOG_S
 from gpufleet_agent.measure import Place
 from gpufleet_agent.pipe import Inventory
 from gpufleet_agent.probe import Sweep, check_row, mono_us, run_probe, wall_us
@@ -242,6 +244,8 @@ class _Life:
             self._spool.get_meta("episodes"),
             lambda text: self._spool.set_meta("episodes", text),
         )
+        self._kernel_log = self._spool.get_meta("kernel_log") or FROM_BOOT
+        self._kernel_log_due = False
         self._intervals = {name: settings.every_s.get(name, probe.EVERY) for name, probe in PROBES.items()}
         self._intervals["agent"] = settings.every_s.get("agent", agent_probe.EVERY)
         self._inventory = self._read_inventory()
@@ -286,6 +290,7 @@ class _Life:
         jobs = [(self._intervals[name], self._prober(name)) for name in PROBES]
         jobs.append((self._intervals["agent"], self._own_row))
         jobs.append((10.0, self._keep_house))
+        jobs.append((KERNEL_LOG_S, self._read_kernel_log))
         if tick_s:
             jobs.insert(0, (tick_s, self._tick))
         # Each host begins somewhere else within a second, so that the collector is not fed in bursts.
@@ -314,6 +319,17 @@ class _Life:
                 self._look_at_inventory(name, probe.METRICS, sweep)
 
         return run
+
+    def _read_kernel_log(self) -> None:
+        events, cursor = self._whole.kernel_log(self._kernel_log)
+        for event in events:
+            told = self._episodes.hear(event)
+            if told is not None:
+                self._body.add_event(replace(told, ts_us=told.ts_us + self._skew_us))
+        self._kernel_log_due |= cursor != self._kernel_log
+        self._kernel_log = cursor
+        if events:
+            self._seal()
 
     def _add(self, metrics: tuple[Metric, ...], sweep: Sweep) -> None:
         """The rows, and the row in table `agent` that says that they were looked for."""
@@ -437,8 +453,9 @@ class _Life:
 
     def _seal(self) -> None:
         event = self._body.has_events
-        for body in self._body.seal(self._wall_us(), mono_us()):
-            self._spool.put(body, event=event)
+        notes = {"kernel_log": self._kernel_log} if self._kernel_log_due else {}
+        self._spool.put_all(self._body.seal(self._wall_us(), mono_us()), event=event, notes=notes)
+        self._kernel_log_due = False
         self._push.notify()
 
     def _keep_house(self) -> None:

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -116,6 +116,7 @@ class Spool:
         self._told = 0
         self._base_us = 0
         self._held: dict[int, Stored] = {}
+        self._notes: dict[str, str] = {}
         self._gone: set[int] = set()
         self._aside: list[Path] = []
         self._failing = ""
@@ -146,11 +147,18 @@ class Spool:
 
         When the spool is full the oldest samples make room (`trim` tells how many).
         """
+        return self.put_all([body], event=event)[0]
+
+    def put_all(
+        self, bodies: Sequence[bytes], *, event: bool, notes: Mapping[str, str] | None = None
+    ) -> list[int]:
+        """Like `put`, for several at once, and texts of `get_meta` with them: all are kept, or none."""
         if self._next > self._reserved - RESERVE // 2:
             self._try(self._reserve)
-        number = self._keep([body], event, self.now_us())[0]
+        self._notes |= notes or {}
+        numbers = self._keep(bodies, event, self.now_us())
         self._make_room()
-        return number
+        return numbers
 
     def oldest_first(
         self,
@@ -267,7 +275,7 @@ class Spool:
 
         Housekeeping: call it every few seconds. The answer makes the event `spool_drop`.
         """
-        if self._held or self._gone:
+        if self._held or self._gone or self._notes:
             self._store([], durable=True)
         self._expire()
         self._make_room()
@@ -285,6 +293,8 @@ class Spool:
 
     def get_meta(self, key: str) -> str | None:
         """A text kept beside the batches."""
+        if key in self._notes:
+            return self._notes[key]
         try:
             row = self._db.execute("select value from meta where key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
@@ -300,7 +310,7 @@ class Spool:
         """Close cleanly: the next start goes on counting where this one ended."""
         if self._lock < 0:
             return
-        if self._held or self._gone:
+        if self._held or self._gone or self._notes:
             self._store([], durable=True)
         if not self._held:
             self.set_meta("next", str(self._next))
@@ -340,12 +350,15 @@ class Spool:
                 "insert or ignore into batch values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [self._row(item) for item in (*held, *items)],
             )
+            for key, value in self._notes.items():
+                self._put_meta(key, value)
 
         def tried() -> bool:
             return self._try(write, durable=durable or any(item.event for item in held))
 
         done = tried() or (self._full and self._free(held + items) and tried())
         if done:
+            self._notes.clear()
             for item in held:
                 self._held.pop(item.number, None)
         return done

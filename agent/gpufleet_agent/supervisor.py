@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpufleet import __version__
 from gpufleet.event import Event
@@ -25,13 +26,16 @@ from gpufleet_agent.bench_runner import BenchRunner
 from gpufleet_agent.benches import BENCHES
 from gpufleet_agent.child import module_command
 from gpufleet_agent.config import AgentConfig
+from gpufleet_agent.control import NAME as CONTROL_NAME
+from gpufleet_agent.control import Answer, Control
 from gpufleet_agent.cost import Cost
 from gpufleet_agent.directives import Directives
-from gpufleet_agent.episodes import Episodes, happened, skip_of
+from gpufleet_agent.drivers.kmsg import FROM_BOOT
+from gpufleet_agent.episodes import Episodes, happened
 from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.identity import Identity
 from gpufleet_agent.isolation import Isolation
-from gpufleet_agent.pipe import Command, Inventory, Message, Skip
+from gpufleet_agent.pipe import Command, Inventory, KernelNews, Message
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.probes import PROBES, agent
 from gpufleet_agent.push import Push, PushSettings
@@ -42,6 +46,8 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 """Longest time between two rounds of duties."""
+
+_KERNEL_LOG = "kernel_log"
 
 DAY_S = 86400.0
 HOUSEKEEPING_S = 30.0
@@ -117,6 +123,8 @@ class Supervisor:
         self._said: set[str] = set()
         self._inventory = Inventory(0, False, [])
         self._status = ""
+        self._kernel_log = spool.get_meta(_KERNEL_LOG) or FROM_BOOT
+        self._kernel_log_due = False
         self._seal_at = time.monotonic() + random.uniform(0.1, 1.0) * config.push.seal_s
         self._seal_soon = False
         self._own_row_at = time.monotonic()
@@ -134,18 +142,21 @@ class Supervisor:
             self.report,
             sampler,
             patience.restart_s,
+            lambda: self._kernel_log,
         )
         self.benches = BenchRunner(
             host,
             config.state_dir,
             bench_lock,
-            self._skips,
+            self.episodes.skip_list,
             self._take,
             spool.get_meta("unsupported") or "",
             lambda text: spool.set_meta("unsupported", text),
             bench,
         )
-        self.directives = Directives(self.benches, self.isolation)
+        self.directives = Directives(self.benches, self.isolation, self._release)
+        socket = Path(config.runtime_dir) / CONTROL_NAME
+        self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
         settings = PushSettings(collector=config.collector, tls=config.tls, insecure=config.insecure)
         self.push = Push(settings, spool, self._hello, self.directives.obey)
         self.schedule = Schedule()
@@ -177,6 +188,7 @@ class Supervisor:
         self._announce_start()
         self._notifier.send("READY=1")
         self._schedule_jobs()
+        await self.control.open()
         sender = asyncio.create_task(self._send_forever())
         self._round(loop)
         await self._stop.wait()
@@ -226,6 +238,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         """Stop measuring, seal what there is, and give it a short while to be sent."""
+        await self.control.close()
         self.schedule.stop()
         self.benches.stop()
         with contextlib.suppress(OSError):
@@ -306,11 +319,13 @@ class Supervisor:
 
     def _seal(self) -> None:
         self._seal_soon = False
-        if self._builder.empty:
+        if self._builder.empty and not self._kernel_log_due:
             return
         urgent = self._builder.has_events
-        for body in self._builder.seal(wall_us(), mono_us()):
-            self.spool.put(body, event=urgent)
+        # in one step: an event of the kernel log without its position would come again, one lost would not
+        notes = {_KERNEL_LOG: self._kernel_log} if self._kernel_log_due else {}
+        self.spool.put_all(self._builder.seal(wall_us(), mono_us()), event=urgent, notes=notes)
+        self._kernel_log_due = False
         self.push.notify()
 
     def _write_own_row(self) -> None:
@@ -354,6 +369,8 @@ class Supervisor:
                 self._take_sweep(message)
             elif isinstance(message, Inventory):
                 self._take_inventory(message)
+            elif isinstance(message, KernelNews):
+                self._take_kernel_news(message)
             else:
                 self.report(message)
         except Exception as error:
@@ -370,6 +387,14 @@ class Supervisor:
         if sweep.probe == "gpu":
             for event in self.episodes.see_gpus(sweep):
                 self.report(event)
+
+    def _take_kernel_news(self, news: KernelNews) -> None:
+        for event in news.events:
+            told = self.episodes.hear(event)
+            if told is not None:
+                self.report(told)
+        self._kernel_log = news.cursor
+        self._kernel_log_due = True
 
     def _take_inventory(self, inventory: Inventory) -> None:
         self.episodes.see_inventory(inventory)
@@ -434,11 +459,16 @@ class Supervisor:
         for path in self.spool.take_moved_aside():
             text = f"the spool could not be read and was kept as {path}"
             self.report(happened("spool_corrupt", "node:", text, detail={"path": str(path)}))
+            self._kernel_log_due = self._kernel_log != FROM_BOOT  # the new file does not know it
 
     # ---- for others
 
-    def _skips(self) -> list[Skip]:
-        return [skip_of(hang) for hang in self.episodes.skips() if not hang.what.startswith("probe ")]
+    async def _release(self, for_s: float) -> list[int]:
+        self.benches.stop()
+        return await self.isolation.release(for_s)
+
+    def _control_status(self) -> Answer:
+        return {"released": self.episodes.released, "released_for_s": self.episodes.released_for_s}
 
     def _hello(self) -> pb.Hello:
         self._hellos += 1

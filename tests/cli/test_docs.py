@@ -94,7 +94,7 @@ def names(value: object) -> Iterator[str]:
 VERBS = [
     ("status",), ("node",), ("node", "gpu-001"), ("gpu", "gpu-001/3"), ("incidents",),
     ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
-    ("explain", "INC-1"), ("sql", "select 1 as node"), ("version",),
+    ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 
 

@@ -195,6 +195,34 @@ def test_explain_what_is_not_there(seed: Seed, run: Run, words: tuple[str, ...])
     assert run("explain", *words).exit_code == 5
 
 
+@pytest.fixture
+def alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run` where no collector answers."""
+    monkeypatch.setenv("GPUFLEET_SERVER", "127.0.0.1:1")
+    return run
+
+
+@pytest.mark.parametrize("word", ["xid", "XID", "sxid"])
+def test_explain_an_error_number_needs_no_collector(alone: Run, word: str) -> None:
+    number = "79" if word != "sxid" else "10001"
+    (item,) = items(alone("explain", word, number, "-o", "json"))
+    assert (item["error"], item["number"]) == (word.lower(), int(number))
+    screen = alone("explain", word, number).output
+    assert str(item["meaning"]).split()[0] in screen
+    assert f"action    {item['action']}" in screen
+
+
+def test_explain_a_number_that_nobody_knows_says_so(alone: Run) -> None:
+    (item,) = items(alone("explain", "xid", "98765", "-o", "json"))
+    assert item["basis"] == "unknown"
+    assert "not in the catalogue" in alone("explain", "xid", "98765").output
+
+
+@pytest.mark.parametrize("number", ["x", "-1", "1.5", "\u0661", "9" * 30])
+def test_explain_what_is_no_error_number_is_usage(alone: Run, number: str) -> None:
+    assert alone("explain", "--", "xid", number).exit_code == 2
+
+
 # ---- sql
 
 

@@ -363,6 +363,11 @@ class AmdHost(SysfsHost):
         """
         return self._list()
 
+    def remembered(self, pci: str) -> str:
+        """UUID of the card at an address, from memory alone; empty when it was never read."""
+        card = self._cards.get(pci)
+        return card.uuid if card else ""
+
     def processes(self) -> Sequence[Process]:
         """Processes that compute on a card: those with memory of it."""
         cards = self._compute_nodes()

@@ -55,7 +55,7 @@ def system_clock() -> Now:
     )
 
 
-class _Source(Protocol):
+class Source(Protocol):
     """Where records come from. `None` = one that is not the kernel's, or cannot be read."""
 
     at_end: bool
@@ -84,6 +84,8 @@ class KernelLog:
         journalctl: Command that reads the journal; default: `journalctl` on the machine itself, nothing
             under another root.
         clock: The three clocks.
+        boot_id: Says which boot is running; default: what the kernel under `root` says.
+        source: Opens what is read instead of the machine's log, from a state on.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class KernelLog:
         uuid_of: Callable[[str], str] = no_uuid,
         journalctl: Sequence[str] | None = None,
         clock: Callable[[], Now] = system_clock,
+        boot_id: Callable[[], str] | None = None,
+        source: Callable[[State], Source] | None = None,
     ) -> None:
         self._device = root / "dev/kmsg"
         self._boot_id_file = root / "proc/sys/kernel/random/boot_id"
@@ -101,7 +105,9 @@ class KernelLog:
         self._uuid_of = uuid_of
         self._journalctl = ("journalctl",) if journalctl is None and root == Path("/") else journalctl or ()
         self._clock = clock
-        self._source: _Source | None = None
+        self._boot_id = boot_id or self._boot_id_of_kernel
+        self._open_source = source
+        self._source: Source | None = None
         self._reader: Reader | None = None
         self._cursor: str | None = None
         self._drained_boot_us = 0
@@ -161,7 +167,7 @@ class KernelLog:
             reader.note("position", "the stored position in the kernel log is damaged: reading on from now")
         return reader
 
-    def _boot_id(self) -> str:
+    def _boot_id_of_kernel(self) -> str:
         try:
             return self._boot_id_file.read_text().strip()[:64]
         except (OSError, UnicodeDecodeError):
@@ -172,6 +178,8 @@ class KernelLog:
         if isinstance(self._source, _Journal) and self._source.blind:
             self._blind(reader, self._source.blind)
             return
+        if self._source is None and self._open_source is not None:
+            self._source = self._open_source(reader.state)
         if self._source is None:
             try:
                 self._source = _Kmsg(self._device, reader.state)
@@ -190,7 +198,7 @@ class KernelLog:
             log.warning("the kernel log cannot be read: %s", why)
         reader.state.blind = why[:200]
 
-    def _pump(self, source: _Source, reader: Reader) -> bool:
+    def _pump(self, source: Source, reader: Reader) -> bool:
         """Feed what is there; True when the end was reached."""
         taken = skipped = 0
         try:

@@ -548,6 +548,10 @@ class NvmlHost(SysfsHost):
         gpu.card.attach(handle)
         return gpu
 
+    def remembered(self, pci: str) -> str:
+        """UUID of the card at an address, from memory alone; empty when it was never read."""
+        return self._uuids.get(pci, "")
+
     def _uuid_of(self, pci: str) -> str:
         """Of a card that does not answer: by the kernel module, else by what it said last."""
         told = self.sysfs.gpu_uuid(pci) if pci else ""

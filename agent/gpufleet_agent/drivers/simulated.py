@@ -29,6 +29,7 @@ from gpufleet_agent.drivers import (
     nvidia_cards,
 )
 from gpufleet_agent.drivers.simulated_health import health
+from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
 
@@ -241,6 +242,8 @@ class SimulatedHost:
         self._node = node_timeline(scenario, node)
         slots = range(scenario.gpu_count(node))
         self._cards = [card_timeline(scenario, node, slot, self._node) for slot in slots]
+        lines = script(scenario, node, self._node)
+        self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
 
@@ -386,8 +389,13 @@ class SimulatedHost:
         return ()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
-        """Empty: the kernel log is not simulated."""
-        return (), cursor
+        """Events of the lines that the faults left in the kernel log."""
+        return self._log.read(cursor)
+
+    def _uuid_at(self, pci: str) -> str:
+        t = self.now()
+        boards = (card.at(t).board for card in self._cards)
+        return next((board.uuid for board in boards if board.pci == pci), "")
 
     def processes(self) -> Sequence[Process]:
         """One process per card that works."""

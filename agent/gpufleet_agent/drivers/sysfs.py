@@ -25,6 +25,7 @@ from gpufleet_agent.drivers import (
     Process,
     Progress,
 )
+from gpufleet_agent.drivers.kmsg import KernelLog
 
 NVIDIA = "10de"
 
@@ -353,6 +354,7 @@ class SysfsHost:
 
     def __init__(self, root: Path = Path("/"), ask_driver: bool = True) -> None:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
+        self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
 
     @property
@@ -391,8 +393,12 @@ class SysfsHost:
         return ()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
-        """Empty: the kernel log is not read yet; the cursor comes back as it is."""
-        return (), cursor
+        """Events of the kernel log after `cursor`, and the next cursor."""
+        return self.log.read(cursor)
+
+    def remembered(self, pci: str) -> str:
+        """UUID of the card at an address, from memory alone; empty when it was never read."""
+        return ""
 
     def processes(self) -> Sequence[Process]:
         """None."""

@@ -1,11 +1,15 @@
 """`fleet explain`: why. Rule, numbers, window, limit, and who set it."""
 
+import re
+from datetime import UTC, datetime
+
 import click
 
+from gpufleet import catalogue
 from gpufleet_cli import errors, render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.render import Column
-from gpufleet_cli.settings import Settings, options
+from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.verbs.incidents import clock
 from gpufleet_cli.verbs.node import limit_of
 
@@ -15,7 +19,14 @@ from gpufleet_cli.verbs.node import limit_of
 @options
 @click.pass_context
 def explain(context: click.Context, subject: tuple[str, ...]) -> None:
-    """Why it is judged so: `rule NAME`, `incident N`, `node NAME`, or one id that says which it is."""
+    """Why it is judged so: `rule NAME`, `incident N`, `node NAME`, or one id that says which it is.
+
+    `xid N` and `sxid N` say what an error number means, without a collector.
+    """
+    if len(subject) == 2 and subject[0].lower() in ("xid", "sxid"):
+        number = _error_number(subject[1])
+        show.emit(_meaning(subject[0].lower(), number), _meaning_screen, settings_of(context))
+        context.exit(errors.OK)
 
     def fetch(client: Client) -> Json:
         from gpufleet.v1 import fleet_pb2
@@ -23,6 +34,43 @@ def explain(context: click.Context, subject: tuple[str, ...]) -> None:
         return client.document(client.stub.Explain, fleet_pb2.ExplainRequest(subject=" ".join(subject)))
 
     show.show(context, fetch, _screen, lambda _: errors.OK)
+
+
+def _error_number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise click.UsageError(f"{text!r:.40} is no error number: give e.g. xid 79")
+    return int(text)
+
+
+def _meaning(kind: str, number: int) -> Json:
+    """What the catalogue that came with this command knows of a number, as a document."""
+    found = catalogue.xid(number) if kind == "xid" else catalogue.sxid(number)
+    entry = found or catalogue.unknown(number, "gpu" if kind == "xid" else "fabric")
+    return {
+        "api_version": "fleet/v1",
+        "kind": "ErrorMeaning",
+        "generated_at": datetime.now(UTC).replace(tzinfo=None).isoformat() + "Z",
+        "items": [
+            {
+                "error": kind,
+                "number": number,
+                "name": entry.name,
+                "meaning": entry.meaning,
+                "severity": entry.severity,
+                "verdict": entry.level or None,
+                "scope": entry.scope,
+                "action": entry.action,
+                "advice": catalogue.ACTIONS[entry.action],
+                "basis": entry.basis,
+            }
+        ],
+    }
+
+
+def _meaning_screen(document: Json, settings: Settings) -> str:
+    (item,) = render.items(document, "items")
+    number = int(str(item["number"]))
+    return catalogue.explain_xid(number) if item["error"] == "xid" else catalogue.explain_sxid(number)
 
 
 def _screen(document: Json, settings: Settings) -> str:

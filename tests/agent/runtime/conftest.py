@@ -167,7 +167,10 @@ class Kit:
             f'collector = "127.0.0.1:1"\n{top}\n{simulated}'
             f"[push]\nseal_s = 0.2\n{benches}"
             "[probes.gpu]\nevery_s = 0.5\n[probes.host]\nevery_s = 0.5\n[probes.pci]\nevery_s = 1.0\n"
-            + (tables or "[sampler]\ndeadline_s = 0.6\nretry_s = 1.0\nretry_max_s = 4.0\n")
+            + (
+                tables
+                or "[sampler]\ndeadline_s = 0.6\ninit_deadline_s = 0.6\nretry_s = 1.0\nretry_max_s = 4.0\n"
+            )
         )
         return path
 

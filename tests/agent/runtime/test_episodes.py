@@ -111,6 +111,89 @@ def test_an_epoch_that_grows_is_a_reload_and_one_that_begins_anew_is_a_new_sampl
     assert kept.see("ok", "ok", "ok", epoch=3) == ["driver_reloaded"]
 
 
+# ---------------------------------------------------------------- what the kernel log says
+
+
+def gone(pci: str = PCI[1], mono_us: int = 0) -> Event:
+    return Event("gpu_lost", f"pci:{pci}", 10**15, mono_us, "off_bus", "gone", json.dumps({"pci": pci}))
+
+
+def test_K02_B01_a_loss_that_both_see_is_told_by_whoever_is_first() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    told = kept.episodes.hear(gone(mono_us=kept.clock.us))
+    assert told is not None
+    assert told.entity == "gpu:GPU-1"
+    assert kept.see("ok", "ok", "ok") == []  # the driver answers from memory for a while
+    assert kept.see("ok", "lost", "ok") == []
+    assert kept.restart().hear(gone()) is None
+    kept.clock.us += 60_000_000
+    assert kept.see("ok", "ok", "ok") == ["gpu_found"]
+    assert kept.see("ok", "lost", "ok") == ["gpu_lost"]
+    assert kept.episodes.hear(gone()) is None
+
+
+def test_K04_a_loss_before_the_card_was_ever_read_goes_by_its_address() -> None:
+    kept = Kept()
+    told = kept.episodes.hear(gone(mono_us=kept.clock.us))
+    assert told is not None
+    assert told.entity == f"pci:{PCI[1]}"
+    assert kept.see("ok", "lost", "ok") == []
+    assert kept.see("ok", "lost", "ok") == []
+    assert kept.episodes.hear(gone()) is None
+
+
+def test_a_loss_that_only_the_kernel_saw_ends_when_the_card_goes_on_answering() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    kept.episodes.hear(gone(mono_us=kept.clock.us))
+    kept.clock.us += 60_000_000
+    assert kept.see("ok", "ok", "ok") == ["gpu_found"]
+    assert kept.see("ok", "ok", "ok") == []
+
+
+@pytest.mark.parametrize("detail", ["", "{}", "[]", "null", "x", '{"pci": 7, "uuid": []}'])
+def test_a_loss_of_no_known_card_passes(detail: str) -> None:
+    kept = Kept()
+    event = Event("gpu_lost", "node:", 1, 1, "off_bus", "gone", detail)
+    assert kept.episodes.hear(event) == event
+    event = Event("gpu_lost", "gpu:GPU-9", 1, 1, "off_bus", "gone", detail)
+    assert kept.episodes.hear(event) is not None
+    assert kept.episodes.hear(event) is None
+
+
+# ---------------------------------------------------------------- the driver as a whole
+
+
+def test_a_release_outlives_the_agent_but_not_the_boot_or_its_time() -> None:
+    kept = Kept()
+    kept.episodes.release(60.0)
+    assert [skip.why for skip in kept.episodes.skip_list()] == ["released"]
+    assert kept.restart().released
+    assert not kept.restart("boot-2").released
+    again = kept.restart()
+    kept.clock.us += 61_000_000
+    assert not again.released
+    assert again.skip_list() == []
+
+
+def test_B09_a_mismatch_is_told_once_with_both_versions_also_over_a_restart() -> None:
+    kept = Kept()
+    versions = {"driver_version": "550.127.05", "library_version": "550.144.03"}
+    kept.episodes.see_inventory(Inventory(1, False, [Item("node:", versions)]))
+    event = kept.episodes.begin_mismatch()
+    assert event is not None
+    assert json.loads(event.detail) == {"driver": "550.127.05", "library": "550.144.03"}
+    assert "550.127.05" in event.message
+    assert kept.episodes.begin_mismatch() is None
+    assert kept.restart().begin_mismatch() is None
+    assert kept.episodes.end_mismatch() is not None
+    assert kept.episodes.end_mismatch() is None
+
+
+# ---------------------------------------------------------------- over time
+
+
 def test_a_hang_is_told_once_also_over_a_restart_and_is_tried_at_growing_intervals() -> None:
     kept = Kept()
     kept.see("ok", "ok", "ok")

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from gpufleet_agent.config import Sampling
 from gpufleet_agent.episodes import Episodes
 from gpufleet_agent.guard import HostSettings, SimulatedNode
 from gpufleet_agent.isolation import Isolation
-from gpufleet_agent.pipe import Message
+from gpufleet_agent.pipe import KernelNews, Message
 from gpufleet_agent.probe import Sweep, mono_us, wall_us
 from gpufleet_agent.probes import gpu
 
@@ -62,6 +63,20 @@ def open_host(driver, root, progress, simulated, skip):
             progress.enter(cards[1].pci, "config")
             time.sleep(600)
         host.pci_devices = pci_devices
+    if plan == "log":
+        def kernel_log(cursor):
+            if not flag.exists():
+                progress.enter("", "kmsg")
+                time.sleep(600)
+            return (), cursor + "."
+        host.kernel_log = kernel_log
+    if plan == "health":
+        def read(group, real=cards[3].read):
+            if group == "gpu_health" and not flag.exists():
+                progress.enter(cards[3].pci, "nvmlDeviceGetTotalEccErrors")
+                time.sleep(600)
+            return real(group)
+        cards[3].read = read
     if plan == "exit":
         os._exit(7)
     if plan == "garbage":
@@ -79,12 +94,19 @@ class Stage:
     """An Isolation with real children, and what it reported."""
 
     def __init__(
-        self, tmp: Path, scenario: Path, plan: str = "", retry_s: float = 0.8, saved: str = ""
+        self,
+        tmp: Path,
+        scenario: Path,
+        plan: str = "",
+        retry_s: float = 0.8,
+        saved: str = "",
+        init_deadline_s: float = 0.5,
     ) -> None:
         self.flag = tmp / "flag"
         self.sweeps: list[tuple[float, Sweep]] = []
         self.events: list[Event] = []
         self.saved = saved
+        self.cursor = "x" * 300_000  # more than an argument may be
         command: tuple[str, ...] = (sys.executable, "-P", "-m", "gpufleet_agent.sampler")
         if plan:
             program = tmp / "child.py"
@@ -96,13 +118,14 @@ class Stage:
         )
         self.isolation = Isolation(
             HostSettings(driver="auto" if plan == "init" else "simulated", simulated=node),
-            PROBES,
-            Sampling(deadline_s=0.5, retry_s=retry_s, retry_max_s=10.0),
+            PROBES | ({"gpu_health": 0.3} if plan == "health" else {}),
+            Sampling(deadline_s=0.5, init_deadline_s=init_deadline_s, retry_s=retry_s, retry_max_s=10.0),
             self.episodes,
             self.take,
             self.events.append,
             command,
             restart_s=0.05,
+            cursor=(lambda: self.cursor) if plan == "log" else None,
         )
 
     def save(self, text: str) -> None:
@@ -111,8 +134,10 @@ class Stage:
     def take(self, message: Message) -> None:
         if isinstance(message, Sweep):
             self.sweeps.append((time.monotonic(), message))
-            if message.probe == "gpu":
-                self.events += self.episodes.see_gpus(message)
+        if isinstance(message, KernelNews):
+            self.cursor = message.cursor
+        if isinstance(message, Sweep) and message.probe == "gpu":
+            self.events += self.episodes.see_gpus(message)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
@@ -274,6 +299,47 @@ def test_a_card_that_hangs_in_the_list_of_cards_takes_the_driver_along_but_not_t
     play(stage, work)
     assert stage.kinds() == ["driver_hung", "driver_hung"]
     assert [sweep.error for _, sweep in stage.sweeps if sweep.probe == "gpu"][-1] == "hung"
+
+
+def test_initialising_the_driver_may_take_longer_than_a_call(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "init", init_deadline_s=3.0)
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.kinds())
+        assert stage.kinds() == ["driver_hung"]
+        detail = json.loads(stage.events[0].detail)
+        assert detail["call"] == "nvmlInit"
+        assert detail["seconds"] > 3.0  # not 0.5
+
+    play(stage, work)
+
+
+def test_B07_a_card_that_hangs_in_its_health_is_left_out_alone(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "health")
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.kinds() == ["driver_hung"])
+        await stage.more("gpu_health")
+        await stage.until(lambda: stage.states() == ["ok"] * 3 + ["hung"] + ["ok"] * 4)
+        stage.flag.touch()
+
+    play(stage, work)
+
+
+def test_a_kernel_log_that_hangs_is_left_out_and_taken_up_where_it_was(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "log")
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.kinds() == ["driver_hung"])
+        await stage.more("gpu")
+        assert stage.states() == ["ok"] * 8
+        assert "." not in stage.cursor
+        stage.flag.touch()
+        await stage.until(lambda: stage.cursor.endswith("."))
+        assert stage.cursor.startswith("x" * 300_000)
+
+    play(stage, work)
+    assert stage.kinds() == ["driver_hung", "driver_recovered"]
 
 
 def test_a_hang_of_the_bus_probe_leaves_cards_and_host_going(tmp_path: Path, kit: Any) -> None:

@@ -1,10 +1,14 @@
 import asyncio
 import itertools
+import os
+import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gpufleet.config import load
@@ -20,9 +24,9 @@ from gpufleet_agent.spool import Clock, Spool
 from gpufleet_agent.supervisor import Patience, Supervisor
 
 
-def made(kit: Any, notifier: Notifier | None = None, **changes: Any) -> Supervisor:
+def made(kit: Any, notifier: Notifier | None = None, faults: str = "", **changes: Any) -> Supervisor:
     """A supervisor of this process, with a real sampler."""
-    config = load(kit.config(), AgentConfig)
+    config = load(kit.config(faults=faults), AgentConfig)
     kit.state.mkdir(exist_ok=True)
     identity = identify(config)
     spool = Spool.open(
@@ -231,12 +235,19 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
             result = await obey(directive(set_interval=pb.SetInterval(probe=probe, interval_s=every)))
             assert result.outcome == pb.OUTCOME_REFUSED
         for other in (
-            directive(pause_driver=pb.PauseDriver(for_s=5)),
-            directive(resume_driver=pb.ResumeDriver()),
             directive(renew_certificate=pb.RenewCertificate()),
             directive(),
         ):
             assert (await obey(other)).outcome == pb.OUTCOME_UNSUPPORTED
+        for for_s in (0.01, -5.0, float("nan"), 1e9):
+            result = await obey(directive(pause_driver=pb.PauseDriver(for_s=for_s)))
+            assert result.outcome == pb.OUTCOME_REFUSED
+        assert (await obey(directive(pause_driver=pb.PauseDriver()))).outcome == pb.OUTCOME_DONE
+        assert 1700 < supervisor.episodes.released_for_s <= 1800
+        asked = pb.RunBench(bench="h2d", lease="lease-6", deadline_s=30)
+        assert (await obey(directive(run_bench=asked))).outcome == pb.OUTCOME_REFUSED
+        assert (await obey(directive(resume_driver=pb.ResumeDriver()))).outcome == pb.OUTCOME_DONE
+        assert not supervisor.episodes.released
         wanted = pb.RunBench(bench="h2d", lease="lease-7", deadline_s=30)
         result = await obey(directive(run_bench=wanted))
         assert (result.outcome, result.message) == (pb.OUTCOME_DONE, "8 ok")
@@ -246,6 +257,8 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
 
     play(lambda: made(kit), work)
     rows = kit.spool.rows("bench")
+    assert [row["reason"] for row in rows if row["lease"] == "lease-6"] == ["the driver is released"]
+    rows = [row for row in rows if row["lease"] != "lease-6"]
     assert len(rows) == 8
     assert {row["lease"] for row in rows} == {"lease-7"}
     assert {row["status"] for row in rows} == {"ok"}
@@ -253,3 +266,48 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
     assert all(
         row["value"] > 1 and row["temperature_c"] > 0 and row["link"].startswith("pcie") for row in rows
     )
+
+
+def xid_faults(count: int, every_s: float) -> str:
+    """An Xid every so often, on a card of its own number."""
+    return "".join(
+        f'[[fault]]\nnode = "gpu-a01"\nkind = "xid"\nat = {at * every_s}\ngpu = {at % 8}\n'
+        f"params = {{ code = {1000 + at} }}\n"
+        for at in range(count)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_killing_the_sampler_a_hundred_times_costs_no_row_and_no_event_and_leaks_nothing(kit: Any) -> None:
+    chance = random.Random(7)
+    seen: set[tuple[object, object]] = set()
+
+    def rows() -> list[tuple[object, object]]:
+        return [(row["ts_us"], row["pci"]) for row in kit.spool.rows("gpu")]
+
+    async def work(supervisor: Supervisor) -> None:
+        await until(lambda: rows())
+        files = len(os.listdir("/proc/self/fd"))
+        for kill in range(100):
+            await until(lambda: supervisor.isolation.pids)
+            (pid,) = supervisor.isolation.pids
+            await asyncio.sleep(chance.uniform(0.0, 0.9))
+            os.kill(pid, signal.SIGKILL)
+            supervisor.isolation._ends = 0  # the back-off is another test
+            await until(lambda pid=pid: supervisor.isolation.pids not in ([], [pid]))  # type: ignore[misc]
+            if kill % 20 == 0:
+                seen.update(rows())
+        await until(lambda: len(rows()) > len(seen) + 8)
+        await until(lambda: len(kit.spool.events("xid")) >= 30)
+        assert len(psutil.Process().children(recursive=True)) == 1
+        assert len(os.listdir("/proc/self/fd")) <= files + 1  # the reader of this test may have one open
+
+    play(lambda: made(kit, faults=xid_faults(30, 1.0)), work)
+    final = rows()
+    assert seen <= set(final)
+    assert len(final) == len(set(final))
+    codes = [event.code for event in kit.spool.events("xid")]
+    assert sorted(codes) == sorted(str(1000 + at) for at in range(30))
+    told = kit.spool.events("sampler_restarted") + kit.spool.events("driver_crashed")
+    assert len(told) == 100

@@ -173,8 +173,10 @@ def check_troubles(kit: Kit, collector: FakeCollector) -> None:
     states = [row["state"] for row in table(kit, collector, "hangs", "gpu")]
     assert states.count("hung") >= 3
     lost = [event for event in events(collector, "loses") if not event.kind.startswith("agent_")]
-    assert [event.kind for event in lost] == ["gpu_lost"]
-    assert json.loads(lost[0].detail)["serial"]
+    assert sorted(event.kind for event in lost) == ["gpu_lost", "xid"], "driver and kernel log tell it once"
+    (gone,) = [event for event in lost if event.kind == "gpu_lost"]
+    assert json.loads(gone.detail)["serial"]
+    assert gone.entity.startswith("gpu:GPU-")
     (step,) = [event for event in events(collector, "skews") if event.kind == "clock_step"]
     assert json.loads(step.detail) == {"step_s": -120.0}
     offsets = [batch.sent_at_us - batch.sent_mono_us for batch in collector.received if batch.number]
