@@ -15,7 +15,7 @@ KEEP_US = 2_000_000
 
 WINDOW_US = 600_000_000
 _JUMP_US = 5_000_000
-"""A message that was this much faster than any before is not believed until a second one says the same."""
+"""A message that was this much faster than any before is not believed until the next one says the same."""
 
 _LONGEST_UPTIME_US = 2**52
 _FORGET_US = 8 * 86_400_000_000
@@ -71,11 +71,11 @@ class Clocks:
         boot = self._boots.setdefault((node, boot_id), _Boot())
         lags = boot.lags
         lag = received.mono_us - sent_mono_us
-        if lags and lag < lags[0][1] - _JUMP_US:
-            if boot.suspect is None or abs(lag - boot.suspect) > _JUMP_US:
-                boot.suspect = lag
-                return
-            boot.suspect = None
+        jumped = bool(lags) and lag < lags[0][1] - _JUMP_US
+        if jumped and (boot.suspect is None or abs(lag - boot.suspect) > _JUMP_US):
+            boot.suspect = lag
+            return
+        boot.suspect = None
         while lags and lags[-1][1] >= lag:
             lags.pop()
         lags.append((received.mono_us, lag))

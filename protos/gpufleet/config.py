@@ -1,5 +1,6 @@
 """Read a TOML file into a msgspec struct. Bad input is one line: file, key, what to do."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import TypeVar
@@ -39,10 +40,17 @@ def parse(text: bytes, kind: type[Struct], name: str) -> Struct:
 
 
 def _plain(message: str) -> str:
-    """`Object contains unknown field `evry` - at `$.push`` -> `unknown key push.evry`."""
+    """`Object contains unknown field `evry` - at `$.push`` -> `unknown key push.evry: ...`."""
     what, _, where = message.partition(" - at ")
     where = where.strip("`").removeprefix("$").lstrip(".")
-    unknown = what.removeprefix("Object contains unknown field ").strip("`")
-    if unknown != what:
-        return f"unknown key {f'{where}.' if where else ''}{unknown}: remove it or correct its name"
+    unknown = re.fullmatch(r"Object contains unknown field `(.+)`", what)
+    if unknown:
+        return f"unknown key {_join(where, unknown[1])}: remove it or correct its name"
+    missing = re.fullmatch(r"Object missing required field `(.+)`", what)
+    if missing:
+        return f"key {_join(where, missing[1])}: is missing: add it"
     return f"key {where or '(top level)'}: {what}"
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

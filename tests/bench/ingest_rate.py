@@ -1,7 +1,7 @@
 """Saturated ingest over mutual TLS, acknowledged after commit: samples per second and core of the collector.
 
-`python tests/bench/ingest_rate.py` prints one JSON document. The generator sends bodies made beforehand,
-sixteen unacknowledged per stream, from a process of its own; the CPU time counted is the collector's alone.
+`python tests/bench/ingest_rate.py` prints one JSON document. The generator is a process of its own and sends
+bodies made beforehand, sixteen unacknowledged per stream; the CPU time counted is the collector's alone.
 """
 
 import asyncio
