@@ -22,6 +22,7 @@ _OVERHEAD = 512
 """What an item weighs besides its body."""
 
 _LONGEST_PAUSE_S = 5.0
+_PAUSE_AFTER_SURPRISE_S = 1.0
 
 
 class Intake:
@@ -172,8 +173,9 @@ class Committer(threading.Thread):
                     self._commit(group)
         except _Abandoned:
             log.error("stopped while the store was broken: what was not acknowledged comes again")
-        except BaseException:
+        except BaseException as error:
             self.failed = True
+            self._state.set_ready("committer", f"the committer died: {type(error).__name__}: {error}")
             log.exception("the committer died")
             raise
 
@@ -190,10 +192,22 @@ class Committer(threading.Thread):
                 if self._recover(pause_s):
                     return
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            except Exception as error:
+                self._give_back(error)
+                return
         self.progress = time.monotonic()
         self._deliver(outcome)
+        self._state.set_ready("committer", "")
         if why:
             self._healed("store_reopened", why)
+
+    def _give_back(self, error: Exception) -> None:
+        """Nobody foresaw this: nothing of the group is acknowledged, its agents say hello and send again."""
+        why = f"{type(error).__name__}: {error}"[:300]
+        log.error("a group was not stored, its agents send again: %s", why, exc_info=error)
+        self._state.set_ready("committer", f"the last group was not stored: {why}")
+        self._deliver(Outcome(replaced=self._commits.forget()))
+        self._stopping.wait(_PAUSE_AFTER_SURPRISE_S)
 
     def _recover(self, pause_s: float) -> bool:
         """Wait, then open the store again. Returns whether it had to begin a new file: the group is void."""

@@ -80,11 +80,12 @@ class Ledger:
         spool = self._spools.get((node, spool_id))
         if spool is not None and number in spool.digests:
             return spool.digests[number]
-        row = read.execute(
-            "SELECT digest FROM live.ledger WHERE node = ? AND spool_id = ? AND number = ? LIMIT 1",
+        # to the end: an unfinished result on the writing connection refuses the rows that come next
+        found = read.execute(
+            "SELECT digest FROM live.ledger WHERE node = ? AND spool_id = ? AND number = ?",
             [node, spool_id, number],
-        ).fetchone()
-        digest: str | None = row[0] if row else None
+        ).fetchall()
+        digest: str | None = found[0][0] if found else None
         if digest is not None:
             self._remember(node, spool_id, number, digest)
         return digest

@@ -9,9 +9,15 @@ import pytest
 
 from gpufleet.metric import Type
 from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_collector.commit import Batch, Commits, Outcome
+from gpufleet_collector.config import IngestConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.collector.ingest.conftest import Kit
+
+    from gpufleet_collector.commit import Item
 
 
 def test_rows_events_ledger_and_ack_come_together(kit: Kit) -> None:
@@ -203,3 +209,52 @@ def test_unknown_lane_and_number_zero_and_the_largest_are_numbers_like_others(ki
     agent.wait(0, 2**64 - 1, 2**63)
     assert running.one("SELECT count(*) FROM live.gpu") == 3
     assert running.one("SELECT max(number) FROM live.ledger") == 2**64 - 1
+
+
+def test_G05_a_conflict_with_what_an_earlier_run_stored_stops_nobody(
+    kit: Kit, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = kit.start()
+    agent = kit.agent(first.address).hello()
+    agent.send(1, kit.body(kit.gpu_rows(energy=1)))
+    agent.wait(1)
+    first.stop()
+    first.store.close()
+    second = kit.start(ingest=IngestConfig(linger_ms=200))
+    again = kit.agent(second.address).hello()
+    other = kit.agent(second.address).hello(node="gpu-a02", machine_id="b" * 32, spool_id="t")
+    caplog.clear()
+    again.send(1, kit.body(kit.gpu_rows(energy=2)))
+    again.send(2, kit.body(kit.gpu_rows(energy=3)))
+    other.send(1, kit.body(kit.gpu_rows(energy=4)))
+    again.wait(1, 2)
+    other.wait(1)
+    assert second.query("SELECT energy_j FROM live.gpu ORDER BY 1") == [(1.0,), (3.0,), (4.0,)]
+    assert second.query("SELECT kind, code, node FROM live.event") == [("batch_conflict", "1", "gpu-a01")]
+    assert "tried alone" not in caplog.text, "a known number costs nobody else a commit of his own"
+
+
+def test_an_error_that_nobody_foresaw_ends_streams_and_not_the_committer(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = kit.start()
+    agent = kit.agent(running.address).hello()
+    real = Commits.commit
+    broken = [True]
+
+    def commit(self: Commits, items: Sequence[Item]) -> Outcome:
+        if broken[0] and any(isinstance(item, Batch) for item in items):
+            raise ZeroDivisionError("surprise")
+        return real(self, items)
+
+    monkeypatch.setattr(Commits, "commit", commit)
+    agent.send(1, kit.body(kit.gpu_rows(energy=1)))
+    kit.until(lambda: agent.ended)
+    assert agent.acked == []
+    kit.until(lambda: "surprise" in running.state.not_ready)
+    broken[0] = False
+    again = kit.agent(running.address).hello()
+    again.send(1, kit.body(kit.gpu_rows(energy=1)))
+    again.wait(1)
+    kit.until(lambda: not running.state.not_ready)
+    assert running.query("SELECT energy_j FROM live.gpu") == [(1.0,)]
