@@ -93,3 +93,5 @@ def test_the_page_leads_to_rows_over_mutual_tls_and_refuses_the_rest(
     unknown = fleet_as(fleet, mistaken, "status")
     assert unknown.returncode == 4
     assert "--cert" in unknown.stderr
+    elsewhere = fleet_as(fleet, files, "status", "--server", f"localhost:{fleet.port}")
+    assert elsewhere.returncode in (3, 4), "an address that the collector's certificate lacks"
