@@ -120,7 +120,7 @@ def _translate(error: "grpc.RpcError", settings: Settings) -> FleetError:
         return FleetError(
             "unreachable",
             f"the collector at {server} did not answer within {settings.timeout:g} s",
-            "it may be busy or paused: try --timeout 30, or look at its log (journalctl -u fleet-collector)",
+            "it may be busy or paused: try --timeout 30, or look at its log (journalctl -u gpufleet-collector)",
             errors.UNREACHABLE,
         )
     code, exit_code = {
@@ -146,7 +146,9 @@ def _translate(error: "grpc.RpcError", settings: Settings) -> FleetError:
 def _unreachable(server: str, text: str) -> FleetError:
     """Name the step that failed: a port that nobody listens on, a name, or a certificate."""
     low = text.lower()
-    if "certificate_verify_failed" in low or "handshake" in low or "ssl" in low:
+    if any(
+        word in low for word in ("certificate_verify_failed", "handshake", "ssl", "hostname verification")
+    ):
         return FleetError(
             "tls",
             f"the collector at {server} was reached, but its certificate or ours is not accepted",

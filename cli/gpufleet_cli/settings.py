@@ -11,6 +11,7 @@ import click
 DEFAULT_SERVER = "127.0.0.1:7443"
 FORMATS = ("table", "wide", "json", "jsonl", "csv")
 _KEY = "gpufleet."
+_WEIGHT = "/weight"
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -64,14 +65,16 @@ def _colored(choice: str) -> bool:
 
 
 def _keep(context: click.Context, param: click.Parameter, value: object) -> None:
-    """Remember the value for the whole command line; a default never replaces what was given."""
+    """Remember the value for the whole command line: what was typed, else the environment, else the default."""
     name = param.name or ""
-    given = context.get_parameter_source(name) not in (
-        click.core.ParameterSource.DEFAULT,
-        click.core.ParameterSource.DEFAULT_MAP,
+    source = context.get_parameter_source(name)
+    weight = {click.core.ParameterSource.COMMANDLINE: 2, click.core.ParameterSource.ENVIRONMENT: 1}.get(
+        source or click.core.ParameterSource.DEFAULT, 0
     )
-    if given or _KEY + name not in context.meta:
-        context.meta[_KEY + name] = value
+    kept = context.meta.get(_KEY + name + _WEIGHT, -1)
+    # the same weight again is the verb's own option, which stands nearer to what is asked
+    if weight >= max(kept, 1) or kept < 0:
+        context.meta[_KEY + name], context.meta[_KEY + name + _WEIGHT] = value, weight
 
 
 _OPTIONS = (
