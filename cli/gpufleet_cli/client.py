@@ -120,7 +120,7 @@ def _translate(error: "grpc.RpcError", settings: Settings) -> FleetError:
         return FleetError(
             "unreachable",
             f"the collector at {server} did not answer within {settings.timeout:g} s",
-            "it may be busy or paused: try --timeout 30, or look at its log (journalctl -u gpufleet-collector)",
+            "it may be busy or paused: try --timeout 30, or see its log (journalctl -u gpufleet-collector)",
             errors.UNREACHABLE,
         )
     code, exit_code = {

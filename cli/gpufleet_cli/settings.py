@@ -65,7 +65,7 @@ def _colored(choice: str) -> bool:
 
 
 def _keep(context: click.Context, param: click.Parameter, value: object) -> None:
-    """Remember the value for the whole command line: what was typed, else the environment, else the default."""
+    """Remember the value for the whole line: what was typed, else the environment, else the default."""
     name = param.name or ""
     source = context.get_parameter_source(name)
     weight = {click.core.ParameterSource.COMMANDLINE: 2, click.core.ParameterSource.ENVIRONMENT: 1}.get(
