@@ -21,9 +21,9 @@ def rules() -> tuple[str, ...]:
 
 
 def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
-    """Let minutes go by, with a pass every 20 s: three see the same minute."""
-    for _ in range(3 * count):
-        fleet.run(15)
+    """Let minutes go by, with a pass every 30 s: two see the same minute."""
+    for _ in range(2 * count):
+        fleet.run(25)
         fleet.run(5, judge)
 
 

@@ -43,7 +43,7 @@ def test_every_rule_has_its_runbook_and_passes_explain_on_an_empty_schema(
 ) -> None:
     assert type(rule) is type(RULES[0])
     assert (RUNBOOKS / f"{rule.header.runbook}.md").is_file()
-    Judge(store, JudgeSettings())
+    Judge(store, JudgeSettings(), rules=[rule])
     with store.reader(LIVE) as read:
         query = f"SELECT * FROM find_{rule.name}(TIMESTAMP '2026-03-01 12:00:00')"
         assert read.execute(f"EXPLAIN {query}").fetchall()
@@ -241,7 +241,8 @@ def test_a_model_name_is_whole_words(fleet: "Fleet") -> None:
 
 def test_a_limit_of_one_node_moves_its_verdict_only(fleet: "Fleet", store: Store) -> None:
     strict = {"gpu_downclocked": {"warn_ratio": Limit(value=0.99)}}
-    fleet.judge = Judge(store, JudgeSettings(node={"gpu-002": Scope(limit=strict)}))
+    one = [rule for rule in RULES if rule.name == "gpu_downclocked"]
+    fleet.judge = Judge(store, JudgeSettings(node={"gpu-002": Scope(limit=strict)}), rules=one)
     cards = [fleet.add(f"gpu-00{n}").cards[0] for n in (1, 2)]
     for card in cards:
         card.clock = 0.97 * 1950
@@ -305,10 +306,11 @@ def test_a_site_overrides_how_a_rule_runs() -> None:
 def test_rules_run_at_their_own_pace_also_over_a_restart(fleet: "Fleet", store: Store) -> None:
     settings = JudgeSettings(rule={"clock_skew": RuleOverride(every="20s")})
     ran = []
-    judge = Judge(store, settings)
+    two = [rule for rule in RULES if rule.name in ("clock_skew", "agent_silent")]
+    judge = Judge(store, settings, rules=two)
     for number in range(1, 13):
         fleet.at += timedelta(seconds=5)
         if number in (5, 6):
-            judge = Judge(store, settings)
+            judge = Judge(store, settings, rules=two)
         ran.append(any(run.rule == "clock_skew" for run in judge.run_pass(fleet.at).runs))
     assert ran == [True, False, False, True] + [False, False, False, True] * 2
