@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpufleet import __version__
-from gpufleet.config import ConfigError
+from gpufleet.config import ConfigError, naming
 
 if TYPE_CHECKING:
     from gpufleet_agent.config import AgentConfig
@@ -56,7 +56,7 @@ def run(config_path: Path | None, log_level: str) -> None:
 
     logs.setup(log_level)
     try:
-        _serve(_load(config_path))
+        _serve(_load(config_path), _named(config_path))
     except ConfigError as error:
         raise _Refused(str(error)) from error
 
@@ -67,7 +67,8 @@ def check(config_path: Path | None) -> None:
     """Check the configuration and the files it names, and end."""
     try:
         config = _load(config_path)
-        _check_files(config)
+        with naming(_named(config_path)):
+            _check_files(config)
     except ConfigError as error:
         raise _Refused(str(error)) from error
     print(f"ok: node {config.node_name}, collector {config.collector}, driver {config.driver}")
@@ -227,11 +228,18 @@ def _load(path: Path | None) -> "AgentConfig":
     from gpufleet import config
     from gpufleet_agent.config import AgentConfig
 
-    if path is None:
-        path = Path(DEFAULT_CONFIG)
-        if not path.exists():
-            return AgentConfig()
-    return config.load(path, AgentConfig)
+    file = _file(path)
+    return AgentConfig() if file is None else config.load(file, AgentConfig)
+
+
+def _file(path: Path | None) -> Path | None:
+    default = Path(DEFAULT_CONFIG)
+    return path or (default if default.exists() else None)
+
+
+def _named(path: Path | None) -> str:
+    """What an error calls the configuration."""
+    return str(_file(path) or "default configuration")
 
 
 def _check_files(config: "AgentConfig") -> None:
@@ -285,8 +293,12 @@ def _lock_path(config: "AgentConfig") -> str:
     return str(Path(folder) / "bench.lock")
 
 
-def _serve(config: "AgentConfig") -> None:
+def _serve(config: "AgentConfig", where: str) -> None:
     """Check everything, open the spool, and be the supervisor.
+
+    Args:
+        config: What to run.
+        where: What errors call it.
 
     Raises:
         ConfigError: Something named in the configuration cannot be used.
@@ -297,10 +309,11 @@ def _serve(config: "AgentConfig") -> None:
     from gpufleet_agent.supervisor import Supervisor
 
     notifier = Notifier()
-    _check_files(config)
+    with naming(where):
+        _check_files(config)
     if not _writable(config.state_dir):
         raise ConfigError(
-            f"state_dir: {config.state_dir} cannot be written by uid {os.geteuid()}: "
+            f"{where}: state_dir: {config.state_dir} cannot be written by uid {os.geteuid()}: "
             "make it theirs or set state_dir"
         )
     identity = identify(config)
@@ -312,7 +325,7 @@ def _serve(config: "AgentConfig") -> None:
             clock=Clock(identity.boot_id),
         )
     except SpoolError as error:
-        raise ConfigError(f"state_dir: {error}") from error
+        raise ConfigError(f"{where}: state_dir: {error}") from error
 
     async def serve() -> None:
         await Supervisor(

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -28,6 +28,10 @@ MOST_LINES = 200_000
 
 class InventoryError(Exception):
     """The request cannot be done; one line that says which node or line and why. Nothing was changed."""
+
+
+class NotAllowed(Exception):
+    """Who asks may not change the inventory; one line. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +97,68 @@ def learn(store: Store, as_of: datetime) -> list[str]:
     return nodes
 
 
+def refuse_agents(
+    store: Store,
+    names: Collection[str],
+    claimed: str,
+    verb: str,
+    at: datetime | None = None,
+    source: str = "",
+) -> None:
+    """Agents' keys lie on every host: whoever takes one host must not say what the fleet should hold.
+
+    Args:
+        store: Where.
+        names: What the caller's certificate proves.
+        claimed: Who the request says it is from; for the audit.
+        verb: What is refused; for the audit.
+        at: Collector's clock; None = now.
+        source: Where the request came from; for the audit.
+
+    Raises:
+        NotAllowed: The certificate names a node, by its name now or an earlier one; the audit says so.
+    """
+    with store.reader(LIVE) as read:
+        agent = read.execute(
+            "SELECT min(name) FROM (SELECT unnest([node, claimed]) AS name FROM node "
+            "UNION ALL SELECT before FROM node_alias) WHERE name IN (SELECT unnest(?::VARCHAR[]))",
+            [sorted(names)],
+        ).fetchone()
+    if agent is None or agent[0] is None:
+        return
+    text = f"the certificate belongs to the agent on {agent[0]}: an agent may not change the inventory"
+    log.warning("%s from %s refused: %s", verb, source, text)
+    with store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.audit (logged_at, actor, source, verb, target, args, result) "
+            "VALUES (?, ?, ?, ?, '', ?, ?)",
+            [
+                at or _now(), ", ".join(sorted(names))[:500], source, verb,
+                json.dumps({"author": claimed[:500]}), f"denied: {text}",
+            ],
+        )  # fmt: skip
+    raise NotAllowed(text)
+
+
 def accept(
-    store: Store, nodes: Sequence[str], author: str, reason: str, at: datetime | None = None, source: str = ""
+    store: Store,
+    nodes: Sequence[str],
+    author: str,
+    reason: str,
+    at: datetime | None = None,
+    source: str = "",
+    claimed: str = "",
 ) -> Pinned:
     """Pin what these nodes have now, and what their benches and busy clocks are now, as accepted.
+
+    Args:
+        store: Where.
+        nodes: Which.
+        author: Who; for the audit.
+        reason: Why; for the audit.
+        at: Collector's clock; None = now.
+        source: Where the request came from; for the audit.
+        claimed: Who the request says it is from, where a certificate says who `author` is; for the audit.
 
     Raises:
         InventoryError: A node is unknown; nothing was changed.
@@ -112,7 +174,7 @@ def accept(
         _pin(write, seen, "accepted", author, now, reason)
         baselines.put(write, values)
         pinned = Pinned(len(set(nodes)), sum(1 for card in seen if card.uuid or card.serial), len(values))
-        _audit(write, now, author, source, "inventory accept", ",".join(nodes), reason, pinned)
+        _audit(write, now, author, source, "inventory accept", ",".join(nodes), reason, pinned, claimed)
     return pinned
 
 
@@ -124,6 +186,7 @@ def import_csv(
     reason: str,
     at: datetime | None = None,
     source: str = "",
+    claimed: str = "",
 ) -> Pinned:
     """Pin a delivery list as accepted: every node it names gets exactly the cards it lists.
 
@@ -135,6 +198,7 @@ def import_csv(
         reason: Why; for the audit.
         at: Collector's clock; None = now.
         source: Where the request came from; for the audit.
+        claimed: Who the request says it is from, where a certificate says who `author` is; for the audit.
 
     Raises:
         InventoryError: A line is wrong; the text names it. Nothing was changed.
@@ -147,7 +211,7 @@ def import_csv(
     with store.transaction() as write:
         _pin(write, wanted, "accepted", author, now, reason)
         baselines.put(write, values)
-        _audit(write, now, author, source, "inventory import", f"{len(nodes)} nodes", reason, pinned)
+        _audit(write, now, author, source, "inventory import", f"{len(nodes)} nodes", reason, pinned, claimed)
     return pinned
 
 
@@ -330,8 +394,16 @@ def _audit(
     target: str,
     reason: str,
     pinned: Pinned,
+    claimed: str,
 ) -> None:
-    args = {"reason": reason, "nodes": pinned.nodes, "gpus": pinned.gpus, "baselines": pinned.baselines}
+    args: dict[str, str | int] = {
+        "reason": reason,
+        "nodes": pinned.nodes,
+        "gpus": pinned.gpus,
+        "baselines": pinned.baselines,
+    }
+    if claimed:
+        args["author"] = claimed
     write.execute(
         "INSERT INTO live.audit (logged_at, actor, source, verb, target, args, result) "
         "VALUES (?, ?, ?, ?, ?, ?, 'ok')",

@@ -15,12 +15,11 @@ from datetime import UTC, datetime, timedelta
 
 import duckdb
 
-from gpufleet.config import ConfigError
 from gpufleet_collector import baselines, findings, inventory, views
 from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
-from gpufleet_collector.rules import NO_PROBE, Rule, install, load_rules, one_line, seconds
+from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, seconds
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -90,15 +89,10 @@ class Judge:
         self._now = now or _utc_now
         self._rules = tuple(load_rules() if rules is None else rules)
         check_settings(settings, self._rules)
-        try:
-            self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
-            self.every_s = seconds(settings.judge.every)
-            self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
-            self._timeout_s = seconds(settings.judge.rule_timeout)
-        except ValueError as error:
-            raise ConfigError(f"[judge] or [rule]: {error}") from error
-        if self.every_s <= 0:
-            raise ConfigError("[judge] every: must be above 0")
+        self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
+        self.every_s = seconds(settings.judge.every)
+        self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
+        self._timeout_s = seconds(settings.judge.rule_timeout)
         self._version = -1
         self._last_pass: datetime | None = None
         self._shifted: list[Finding] = []
@@ -424,7 +418,10 @@ class Judge:
             if before == shown:
                 continue
             if run and status != "ok" and (before is None or before[0] != status):
-                log.warning("rule %s: %s: %s", rule.name, status, run.error)
+                if run.error.startswith(WAITS):
+                    log.info("rule %s %s", rule.name, run.error)
+                else:
+                    log.warning("rule %s: %s: %s", rule.name, status, run.error)
             elif before is not None and before[0] not in ("ok", "disabled") and status == "ok":
                 log.info("rule %s: works", rule.name)
             self._shown[rule.name] = shown

@@ -5,6 +5,7 @@
 Layers: default < model < site < node.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +13,7 @@ import duckdb
 import msgspec
 
 from gpufleet.config import ConfigError
-from gpufleet_collector.rules import Rule, quoted
+from gpufleet_collector.rules import Need, Rule, quoted, seconds
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +22,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     value: float
     source: str = "configuration"
 
+
+LONGEST_S = 366 * 86400
+"""No duration of the configuration is longer: time arithmetic would leave the calendar."""
 
 Limits = dict[str, dict[str, Limit]]
 """rule -> name -> limit."""
@@ -72,8 +76,10 @@ def check_settings(settings: JudgeSettings, rules: Sequence[Rule]) -> None:
     """Refuse names that no rule has.
 
     Raises:
-        ConfigError: Unknown rule or limit, or a duration or "k of n" that cannot be read.
+        ConfigError: Unknown rule or limit, or a number, duration or "k of n" that makes no sense.
     """
+    for key in ("every", "rule_timeout", "warm_up"):
+        _duration(f"[judge] {key}", getattr(settings.judge, key), may_be_zero=key == "warm_up")
     known = {rule.name: rule for rule in rules}
     layers = [("limit", settings.limit)]
     layers += [(f'model."{name}".limit', scope.limit) for name, scope in settings.model.items()]
@@ -82,13 +88,39 @@ def check_settings(settings: JudgeSettings, rules: Sequence[Rule]) -> None:
         for rule, names in limits.items():
             if rule not in known:
                 raise ConfigError(f"[{where}.{rule}]: no such rule; there are {', '.join(sorted(known))}")
-            for name in names:
+            for name, limit in names.items():
                 if name not in known[rule].header.limits:
                     there = ", ".join(sorted(known[rule].header.limits)) or "none"
                     raise ConfigError(f"[{where}.{rule}.{name}]: the rule has no such limit; it has {there}")
-    for name in settings.rule:
+                if not math.isfinite(limit.value):
+                    raise ConfigError(f"[{where}.{rule}.{name}] value: {limit.value} is not a number")
+    for name, changed in settings.rule.items():
         if name not in known:
             raise ConfigError(f"[rule.{name}]: no such rule; there are {', '.join(sorted(known))}")
+        _check_override(f"[rule.{name}]", changed)
+
+
+def _check_override(where: str, changed: RuleOverride) -> None:
+    for key in ("every", "clear_after", "min_duration", "boot_grace"):
+        text = getattr(changed, key)
+        if text is not None:
+            _duration(f"{where} {key}", text, may_be_zero=key != "every")
+    if changed.for_ is not None:
+        try:
+            Need.parse(changed.for_)
+        except ValueError as error:
+            raise ConfigError(f"{where} for: {error}") from error
+
+
+def _duration(where: str, text: str, may_be_zero: bool) -> None:
+    try:
+        value = seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if value == 0 and not may_be_zero:
+        raise ConfigError(f"{where}: must be above 0")
+    if value > LONGEST_S:
+        raise ConfigError(f"{where}: {text!r} is more than a year")
 
 
 def layered(

@@ -18,7 +18,7 @@ from grpc_health.v1 import _async as health  # public as health.aio, which the s
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpufleet import __version__
-from gpufleet.config import ConfigError, load
+from gpufleet.config import ConfigError, load, naming
 from gpufleet.log import setup
 from gpufleet.notify import Notifier
 from gpufleet.tls import check_plain, server_credentials
@@ -70,7 +70,7 @@ def check_command(config_path: Path | None, listen: str | None, data: str | None
     """Read the configuration and the certificates, say what is wrong, start nothing."""
     with _one_line():
         config = read_config(config_path, listen, data)
-        _credentials(config)
+        _credentials(config, _named(config_path, listen))
     click.echo("ok")
 
 
@@ -91,7 +91,7 @@ def serve(
     with _one_line():
         config = read_config(config_path, listen, data, insecure, log_level)
         setup(config.log_level)
-        credentials = _credentials(config)
+        credentials = _credentials(config, _named(config_path, listen))
         directory = Path(config.data_dir)
         directory.mkdir(parents=True, exist_ok=True)
         store = Store.open(directory / "fleet.duckdb")
@@ -122,18 +122,27 @@ def read_config(
     Raises:
         ConfigError: It cannot be used.
     """
-    if path is None and not DEFAULT_CONFIG.exists():
-        config, where = CollectorConfig(), "configuration"
-    else:
-        where = str(path or DEFAULT_CONFIG)
-        config = load(path or DEFAULT_CONFIG, CollectorConfig)
+    file = _file(path)
+    config = CollectorConfig() if file is None else load(file, CollectorConfig)
     over = {"listen": listen, "data_dir": data, "insecure": insecure or None, "log_level": log_level}
     config = msgspec.structs.replace(
         config, **{key: value for key, value in over.items() if value is not None}
     )
-    check(config, where)
-    check_settings(config, load_rules())
+    check(config, _named(path, listen))
+    rules = load_rules()
+    with naming(_named(path)):
+        check_settings(config, rules)
     return config
+
+
+def _file(path: Path | None) -> Path | None:
+    return path or (DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None)
+
+
+def _named(path: Path | None, listen: str | None = None) -> str:
+    """What an error calls the configuration."""
+    file = _file(path)
+    return f"{file or 'default configuration'}{' and --listen' if listen is not None else ''}"
 
 
 class CannotListen(Exception):
@@ -148,15 +157,16 @@ def _one_line() -> Iterator[None]:
     except (ConfigError, StoreUnusable, CannotListen) as error:
         click.echo(f"fleet-collector: {error}", err=True)
         sys.exit(1)
-    except PermissionError as error:
+    except OSError as error:
         click.echo(f"fleet-collector: {error.filename}: {error.strerror}", err=True)
         sys.exit(1)
 
 
-def _credentials(config: CollectorConfig) -> grpc.ServerCredentials | None:
-    if config.tls.on:
-        return server_credentials(config.tls)
-    check_plain(config.listen, config.insecure, "listen")
+def _credentials(config: CollectorConfig, where: str) -> grpc.ServerCredentials | None:
+    with naming(where):
+        if config.tls.on:
+            return server_credentials(config.tls)
+        check_plain(config.listen, config.insecure, "listen")
     return None
 
 

@@ -22,7 +22,8 @@ from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
 from gpufleet_collector import documents, explain, inventory, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
 from gpufleet_collector.findings import Policy
-from gpufleet_collector.inventory import Difference, InventoryError, Pinned
+from gpufleet_collector.ingest import certificate_names
+from gpufleet_collector.inventory import Difference, InventoryError, NotAllowed, Pinned
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ _STATUS: Mapping[type[Exception], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     Ambiguous: grpc.StatusCode.INVALID_ARGUMENT,
     InventoryError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     sandbox.Refused: grpc.StatusCode.INVALID_ARGUMENT,
     sandbox.TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
@@ -207,14 +209,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.AcceptInventoryResponse:
         """Pin what is seen now."""
 
-        def work() -> Pinned:
-            nodes = list(request.nodes)
+        def work(author: str, claimed: str) -> Pinned:
             return inventory.accept(
-                self._store, nodes, request.author, request.reason, self._now(), context.peer()
+                self._store, list(request.nodes), author, request.reason, self._now(), context.peer(), claimed
             )
 
-        done = await self._try(context, work)
-        self._forget_snapshot()
+        done = await self._pin(context, "inventory accept", request.author, work)
         return fleet_pb2.AcceptInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def ImportInventory(
@@ -222,14 +222,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ImportInventoryResponse:
         """Pin a delivery list."""
 
-        def work() -> Pinned:
+        def work(author: str, claimed: str) -> Pinned:
             return inventory.import_csv(
-                self._store, request.csv, request.baseline_csv, request.author, request.reason, self._now(),
-                context.peer(),
+                self._store, request.csv, request.baseline_csv, author, request.reason, self._now(),
+                context.peer(), claimed,
             )  # fmt: skip
 
-        done = await self._try(context, work)
-        self._forget_snapshot()
+        done = await self._pin(context, "inventory import", request.author, work)
         return fleet_pb2.ImportInventoryResponse(nodes=done.nodes, gpus=done.gpus, baselines=done.baselines)
 
     async def Explain(
@@ -262,6 +261,22 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         for at, chunk in enumerate(answer.chunks, 1):
             last = at == len(answer.chunks)
             yield fleet_pb2.RunSqlResponse(rows_json=chunk, truncated=answer.truncated and last)
+
+    async def _pin(
+        self, context: Context, verb: str, author: str, work: Callable[[str, str], Pinned]
+    ) -> Pinned:
+        """Do `work(author, claimed)`; with a certificate, its names are the author; agents are refused."""
+        names = certificate_names(context.auth_context())
+
+        def checked() -> Pinned:
+            if names is None:
+                return work(author, "")
+            inventory.refuse_agents(self._store, names, author, verb, self._now(), context.peer())
+            return work(", ".join(sorted(names))[:500] or "a certificate without a name", author)
+
+        done = await self._try(context, checked)
+        self._forget_snapshot()
+        return done
 
     def _forget_snapshot(self) -> None:
         """Whoever accepts and then looks must see it: also one that is being built now is too old."""

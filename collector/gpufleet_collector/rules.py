@@ -26,6 +26,12 @@ log = logging.getLogger(__name__)
 NO_PROBE = "n/a: no such probe"
 """Status of a rule whose table or column does not exist yet."""
 
+WAITS = "waits for"
+"""How the error of a rule begins that needs no person: what it reads comes with an agent."""
+
+DESCRIBED = frozenset({"gpu", "gpu_health", "pci", "host", "agent", "bench"})
+"""Tables that come to be when an agent describes its probe."""
+
 _MAKE = "rules,live"
 """search_path while macros are made: they belong to `rules`, they read `live`."""
 
@@ -201,10 +207,18 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
                 read.execute(f"DESCRIBE SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
             status[rule.name] = ""
         except (duckdb.CatalogException, duckdb.BinderException) as error:
-            status[rule.name] = one_line(error)
+            status[rule.name] = _waits_for(rule, store) or one_line(error)
             with _making(store) as write:
                 write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
     return status
+
+
+def _waits_for(rule: Rule, store: Store) -> str:
+    """Which probes a rule lacks, in plain words; "" = none, so the rule itself is wrong."""
+    code = re.sub(r"/\*.*?\*/|--[^\n]*", "", rule.sql, flags=re.DOTALL)
+    read = set(re.findall(r"\b(?:from|join)\s+(\w+)\b(?!\s*\()", code))
+    absent = sorted((read & DESCRIBED) - store.tables.keys())
+    return f"{WAITS} probe {', '.join(absent)}: no agent has described it yet" if absent else ""
 
 
 def one_line(error: Exception) -> str:

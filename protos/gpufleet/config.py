@@ -1,7 +1,9 @@
 """Read a TOML file into a msgspec struct. Bad input is one line: file, key, what to do."""
 
+import contextlib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +14,15 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 class ConfigError(Exception):
     """The configuration cannot be used; the text names the file and the key."""
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put the file's name before what is wrong with a value in it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def load(path: Path, kind: type[Struct]) -> Struct:

@@ -1,6 +1,7 @@
 """Credentials of both ends. Mutual TLS from files; plain text on loopback or by an explicit flag."""
 
 import ipaddress
+import ssl
 from pathlib import Path
 
 import grpc
@@ -32,7 +33,7 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     """Credentials that demand a client certificate signed by `tls.ca`.
 
     Raises:
-        ConfigError: A file is missing, unreadable or not PEM.
+        ConfigError: A file is missing, unreadable or not PEM, or the key is another certificate's.
     """
     ca, cert, key = _read(tls)
     return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
@@ -42,7 +43,7 @@ def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
     """Credentials that show our certificate and trust `tls.ca` alone.
 
     Raises:
-        ConfigError: A file is missing, unreadable or not PEM.
+        ConfigError: A file is missing, unreadable or not PEM, or the key is another certificate's.
     """
     ca, cert, key = _read(tls)
     return grpc.ssl_channel_credentials(ca, key, cert)
@@ -76,20 +77,42 @@ def is_loopback(address: str) -> bool:
 
 
 def _read(tls: Tls) -> tuple[bytes, bytes, bytes]:
-    return (
-        _pem(tls.ca, "tls.ca", b"CERTIFICATE"),
-        _pem(tls.cert, "tls.cert", b"CERTIFICATE"),
-        _pem(tls.key, "tls.key", b"PRIVATE KEY"),
-    )
+    read = (_bytes(tls.ca, "tls.ca"), _bytes(tls.cert, "tls.cert"), _bytes(tls.key, "tls.key"))
+    _check_certificate(tls.ca, "tls.ca")
+    _check_certificate(tls.cert, "tls.cert")
+    _check_key(tls)
+    return read
 
 
-def _pem(path: str, key: str, label: bytes) -> bytes:
+def _bytes(path: str, key: str) -> bytes:
     if not path:
         raise ConfigError(f"{key}: not set: mutual TLS needs tls.ca, tls.cert and tls.key")
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from error
-    if label not in data:
-        raise ConfigError(f"{key}: {path} holds no PEM {label.decode()}")
-    return data
+
+
+# gRPC takes any bytes and fails at each handshake, with a text that names no file: the standard library tells
+# beforehand.
+
+
+def _check_certificate(path: str, key: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"{key}: {path} is not a PEM certificate") from error
+
+
+def _check_key(tls: Tls) -> None:
+    try:
+        # without a password of ours OpenSSL would ask on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"tls.cert: {tls.cert} does not match its key, tls.key {tls.key}") from error
+        if error.reason in ("EE_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
+            raise ConfigError(f"tls.cert: {tls.cert} is too weak: its key or its hash") from error
+        raise ConfigError(f"tls.key: {tls.key} is not a PEM private key without a password") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tls.key: {tls.key} is not a PEM private key without a password") from error

@@ -165,13 +165,22 @@ def test_a_wrong_configuration_is_one_line(kit: Any) -> None:
 
 def test_a_certificate_that_cannot_be_read_is_one_line(kit: Any) -> None:
     tls = "[tls]\n" + "".join(f'{key} = "/no/such/{key}.pem"\n' for key in ("ca", "cert", "key"))
-    assert "tls.ca: cannot read /no/such/ca.pem" in refused(kit, kit.config(tables=tls))
+    config = kit.config(tables=tls)
+    assert f"{config}: tls.ca: cannot read /no/such/ca.pem" in refused(kit, config)
+
+
+def test_a_file_that_is_no_certificate_is_one_line(kit: Any) -> None:
+    for name in ("ca", "cert", "key"):
+        (kit.tmp / f"{name}.pem").write_text("-----BEGIN CERTIFICATE-----\nno\n-----END CERTIFICATE-----\n")
+    tls = "[tls]\n" + "".join(f'{name} = "{kit.tmp}/{name}.pem"\n' for name in ("ca", "cert", "key"))
+    config = kit.config(tables=tls)
+    assert f"{config}: tls.ca: {kit.tmp}/ca.pem is not a PEM certificate" in refused(kit, config)
 
 
 def test_plain_text_to_another_machine_is_refused_unless_wanted(kit: Any) -> None:
     config = kit.config()
     config.write_text(config.read_text().replace("127.0.0.1:1", "192.0.2.1:7443"))
-    assert "192.0.2.1:7443 is not loopback" in refused(kit, config)
+    assert f"{config}: collector: 192.0.2.1:7443 is not loopback" in refused(kit, config)
 
 
 def test_a_state_directory_that_cannot_be_written_is_one_line(kit: Any) -> None:

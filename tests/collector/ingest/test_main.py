@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import trustme
 from click.testing import CliRunner
 
 from gpufleet.config import ConfigError, load, parse
@@ -57,26 +58,50 @@ def test_check_says_ok_or_one_line(tmp_path: Path) -> None:
         ('listen = "nowhere"', "listen"),
         ('listen = "0.0.0.0:7443"', "not loopback"),
         ('[tls]\nca = "/no/such"\ncert = "/no"\nkey = "/no"', "tls.ca"),
-        ("[limit.no_such_rule.x]\nvalue = 1", "no such rule"),
+        ("[limit.no_such_rule.x]\nvalue = 1", "[limit.no_such_rule]: no such rule"),
+        (
+            '[rule.gpu_downclocked]\nevery = "60parsecs"',
+            "[rule.gpu_downclocked] every: '60parsecs' is not a duration like \"90s\"",
+        ),
+        ('[judge]\nrule_timeout = "soon"', "[judge] rule_timeout: 'soon' is not a duration"),
         ("not toml", "not valid TOML"),
     ]:
         bad.write_text(text)
         code, output = _run("check", "--config", str(bad))
         assert code == 1, text
         assert words in output
+        assert output.startswith(f"fleet-collector: {bad}: ")
         assert len(output.splitlines()) == 1
     code, output = _run("check", "--config", str(tmp_path / "absent.toml"))
     assert (code, len(output.splitlines())) == (1, 1)
 
 
 def test_check_reads_certificates(tmp_path: Path) -> None:
-    for name in ("ca.pem", "cert.pem", "key.pem"):
-        (tmp_path / name).write_text("no certificate")
+    authority = trustme.CA()
+    ours, other = authority.issue_cert("collector"), authority.issue_cert("other")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    ours.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    ours.private_key_pem.write_to_path(tmp_path / "key.pem")
+    other.private_key_pem.write_to_path(tmp_path / "other.pem")
+    (tmp_path / "junk.pem").write_text(
+        "-----BEGIN CERTIFICATE-----\nPRIVATE KEY\n-----END CERTIFICATE-----\n"
+    )
     config = tmp_path / "collector.toml"
-    config.write_text("[tls]\n" + "".join(f'{n} = "{tmp_path}/{n}.pem"\n' for n in ("ca", "cert", "key")))
-    code, output = _run("check", "--config", str(config))
-    assert code == 1
-    assert "no PEM" in output
+
+    def said(**files: str) -> tuple[int, str]:
+        paths = {"ca": "ca", "cert": "cert", "key": "key"} | files
+        config.write_text("[tls]\n" + "".join(f'{n} = "{tmp_path}/{to}.pem"\n' for n, to in paths.items()))
+        return _run("check", "--config", str(config))
+
+    assert said() == (0, "ok\n")
+    start = f"fleet-collector: {config}: tls."
+    assert said(ca="junk") == (1, f"{start}ca: {tmp_path}/junk.pem is not a PEM certificate\n")
+    assert said(cert="junk") == (1, f"{start}cert: {tmp_path}/junk.pem is not a PEM certificate\n")
+    assert said(cert="key") == (1, f"{start}cert: {tmp_path}/key.pem is not a PEM certificate\n")
+    key_text = "is not a PEM private key without a password"
+    assert said(key="junk") == (1, f"{start}key: {tmp_path}/junk.pem {key_text}\n")
+    mismatch = f"{tmp_path}/cert.pem does not match its key, tls.key {tmp_path}/other.pem"
+    assert said(key="other") == (1, f"{start}cert: {mismatch}\n")
 
 
 def test_limits_and_rules_of_the_site_are_read(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ def rules() -> tuple[str, ...]:
 
 def test_upgrade_without_a_reload_warns_while_cards_answer(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", health=True)
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE)[:2] == ("ok", "one_version")
     for card in node.cards:
         card.health["library_version"] = "580.105.08"
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert [row[2] for row in fleet.findings()] == ["pending"], "one sweep of eight cards is one evidence"
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.findings() == [("gpu-001", "node:", "firing", "warn", "versions_differ")]
     reason = fleet.find(RULE)[3]
     assert "580.95.05" in reason
@@ -37,7 +37,7 @@ def test_no_card_answers_is_critical_and_one_incident(fleet: "Fleet", judge: Jud
     node = fleet.add("gpu-001", health=True)
     for card in node.cards:
         card.health["library_version"] = "580.105.08"
-    fleet.run(120, judge)
+    fleet.run(120, judge, every=20)
     assert [row[1:] for row in fleet.incidents()] == [(RULE, "gpu-001", "node:", "open", "warn")]
     node.driver_error = "driver_mismatch"
     fleet.run(10, judge)
@@ -50,7 +50,7 @@ def test_no_card_answers_is_critical_and_one_incident(fleet: "Fleet", judge: Jud
     node.driver_error = ""
     for card in node.cards:
         card.health.clear()
-    fleet.run(180, judge)
+    fleet.run(180, judge, every=20)
     assert fleet.findings() == []
 
 
@@ -67,7 +67,7 @@ def test_a_card_lost_beside_a_pending_upgrade_is_its_own_incident(fleet: "Fleet"
     node = fleet.add("gpu-001", health=True)
     for card in node.cards:
         card.health["library_version"] = "580.105.08"
-    fleet.run(120, judge)
+    fleet.run(120, judge, every=20)
     node.cards[0].state = "lost"
     fleet.run(10, judge)
     assert [row[1] for row in fleet.incidents()] == [RULE, "gpu_missing"]
@@ -75,11 +75,11 @@ def test_a_card_lost_beside_a_pending_upgrade_is_its_own_incident(fleet: "Fleet"
 
 def test_other_errors_of_the_driver_are_no_mismatch(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", health=True)
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     node.driver_error = "driver_not_loaded"
     fleet.run(20, judge)
     assert fleet.findings(RULE) == []
-    fleet.run(240, judge)
+    fleet.run(240, judge, every=20)
     assert fleet.find(RULE)[:2] == ("unknown", "unreadable"), "what was read four minutes ago is old"
 
 
@@ -92,7 +92,7 @@ def test_versions_that_are_not_there(
     node = fleet.add("gpu-001", gpus=1, health=True)
     node.cards[0].health = {"driver_version": None, "library_version": None}
     fleet.why_null(node.cards[0], "gpu_health", "library_version", reason=reason)
-    fleet.run(120, judge)
+    fleet.run(120, judge, every=20)
     assert fleet.find(RULE)[:2] == said
 
 
@@ -100,7 +100,7 @@ def test_silent_old_and_without_cards(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=1, health=True).up = False
     fleet.add("gpu-002", gpus=1)
     fleet.add("cpu-01", gpus=0, health=True)
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, node="gpu-001")[:2] == ("unknown", "agent_silent")
     assert fleet.find(RULE, node="gpu-002")[:2] == ("n/a", "no_probe")
     assert fleet.find(RULE, node="cpu-01")[:2] == ("n/a", "no_cards")

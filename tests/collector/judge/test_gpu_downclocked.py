@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpufleet_collector.judge import Judge
+from gpufleet_collector.limits import JudgeSettings, Limit
+from gpufleet_collector.rules import load_rules
+from gpufleet_collector.store import Store
 
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Fleet
@@ -18,9 +21,9 @@ def rules() -> tuple[str, ...]:
 
 
 def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
-    """Let minutes go by, with a pass every 20 s: three see the same minute."""
-    for _ in range(3 * count):
-        fleet.run(15)
+    """Let minutes go by, with a pass every 30 s: two see the same minute."""
+    for _ in range(2 * count):
+        fleet.run(25)
         fleet.run(5, judge)
 
 
@@ -34,9 +37,19 @@ def test_slow_under_load_fires_after_three_minutes(fleet: "Fleet", judge: Judge)
     assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", "no_reason")]
     verdict, code, evidence_at, reason = fleet.find(RULE, card.entity)
     assert (verdict, code) == ("warn", "no_reason")
-    assert "1700 of 1950 MHz (cards of its host)" in reason
+    assert "1700 of 1950 MHz (cards of its host) over a minute under load" in reason
     assert evidence_at is not None
     assert evidence_at <= fleet.at
+
+
+def test_the_reason_names_the_window_of_the_site(fleet: "Fleet", store: Store) -> None:
+    limit = {RULE: {"window_s": Limit(value=15.0)}}
+    fleet.judge = Judge(store, JudgeSettings(limit=limit), rules=[r for r in load_rules() if r.name == RULE])
+    card = fleet.add("gpu-001").cards[2]
+    card.clock = 1700.0
+    fleet.run(60)
+    verdict, _, _, reason = fleet.find(RULE, card.entity)
+    assert (verdict, "(cards of its host) over 15 s under load" in reason) == ("warn", True)
 
 
 def test_a_little_slower_is_not_slow(fleet: "Fleet", judge: Judge) -> None:

@@ -8,15 +8,20 @@ import pytest
 
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings, RuleOverride
+from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import Store
 
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Card, Fleet
 
 
+NAMES = ("agent_silent", "gpu_missing", "gpu_downclocked", "clock_skew")
+RULES = [rule for rule in load_rules() if rule.name in NAMES]
+
+
 @pytest.fixture
 def rules() -> tuple[str, ...]:
-    return ("agent_silent", "gpu_missing", "gpu_downclocked", "clock_skew")
+    return NAMES
 
 
 def brake(card: "Card") -> None:
@@ -124,7 +129,7 @@ def test_same_cause_within_30_minutes_is_the_same_incident(fleet: "Fleet", judge
 def test_numbers_survive_restarts(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=4).cards
     for number, card in enumerate(cards, 1):
-        running = Judge(fleet.store, JudgeSettings())
+        running = Judge(fleet.store, JudgeSettings(), rules=RULES)
         card.state = "lost"
         fleet.run(10, running)
         card.state = "ok"
@@ -139,12 +144,12 @@ def test_restart_in_the_middle_of_an_incident(fleet: "Fleet", judge: Judge) -> N
     fleet.run(10, judge)
     before = fleet.sql("SELECT number, opened_at, severity, title FROM incident")
     started = fleet.sql("SELECT id, began_at, fired_at FROM finding")
-    again = Judge(fleet.store, JudgeSettings())
+    again = Judge(fleet.store, JudgeSettings(), rules=RULES)
     fleet.run(20, again)
     assert fleet.sql("SELECT number, opened_at, severity, title FROM incident") == before
     assert fleet.sql("SELECT id, began_at, fired_at FROM finding") == started
     card.state = "ok"
-    fleet.run(10, Judge(fleet.store, JudgeSettings()))
+    fleet.run(10, Judge(fleet.store, JudgeSettings(), rules=RULES))
     [(state, cause, resolved_at)] = fleet.sql("SELECT state, cause, resolved_at FROM incident")
     assert (state, cause) == ("resolved", "clean evidence")
     assert resolved_at is not None
@@ -152,7 +157,7 @@ def test_restart_in_the_middle_of_an_incident(fleet: "Fleet", judge: Judge) -> N
 
 def test_a_store_that_was_opened_again_or_begun_anew(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "fleet.duckdb")
-    judge = Judge(store, JudgeSettings())
+    judge = Judge(store, JudgeSettings(), rules=RULES)
     at = datetime(2026, 3, 1, 12, 0, 0)
 
     def expect(node: str) -> None:
@@ -187,6 +192,7 @@ def test_worse_raises_the_incident(fleet: "Fleet", judge: Judge) -> None:
     quick = Judge(
         fleet.store,
         JudgeSettings(rule={"gpu_downclocked": RuleOverride(for_="2 of 2")}),
+        rules=RULES,
     )
     card.clock = 1750.0
     fleet.run(200, quick, every=20)
@@ -198,7 +204,7 @@ def test_worse_raises_the_incident(fleet: "Fleet", judge: Judge) -> None:
 
 
 def test_shadow_opens_no_incident_and_changes_no_state(fleet: "Fleet", store: Store) -> None:
-    judge = Judge(store, JudgeSettings(rule={"gpu_missing": RuleOverride(shadow=True)}))
+    judge = Judge(store, JudgeSettings(rule={"gpu_missing": RuleOverride(shadow=True)}), rules=RULES)
     card = fleet.add("gpu-001", gpus=2).cards[0]
     fleet.run(10, judge)
     card.on_bus = card.listed = False
@@ -212,7 +218,7 @@ def test_shadow_opens_no_incident_and_changes_no_state(fleet: "Fleet", store: St
 def test_a_rule_that_is_switched_off_ends_its_findings(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=2).cards[0].state = "lost"
     fleet.run(10, judge)
-    off = Judge(fleet.store, JudgeSettings(rule={"gpu_missing": RuleOverride(enabled=False)}))
+    off = Judge(fleet.store, JudgeSettings(rule={"gpu_missing": RuleOverride(enabled=False)}), rules=RULES)
     fleet.run(5, off)
     assert fleet.sql("SELECT state, cause FROM finding") == [("resolved", "the rule no longer runs")]
     assert fleet.sql("SELECT status FROM rule WHERE rule = 'gpu_missing'") == [("disabled",)]

@@ -33,20 +33,20 @@ def rules() -> tuple[str, ...]:
 )
 def test_what_the_driver_wants(fleet: "Fleet", judge: Judge, action: str, verdict: str, code: str) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
     card.health["recovery_action"] = action
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.findings() == [("gpu-001", card.entity, "firing", verdict, code)]
     card.health["recovery_action"] = "none"
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.findings() == []
 
 
 def test_a_stale_wish_is_unknown_and_keeps_firing(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=1, health=True)
     node.cards[0].health["recovery_action"] = "gpu_reset"
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     node.up = False
     fleet.run(240, judge, every=60)
     assert fleet.find(RULE, node.cards[0].entity)[:2] == ("unknown", "no_samples")
@@ -62,7 +62,7 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     cards[2].state = "hung"
     fleet.why_null(cards[0], "gpu_health", "recovery_action")
     fleet.why_null(cards[1], "gpu_health", "recovery_action", reason="failed")
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, old.entity)[:2] == ("n/a", "no_probe")
     assert [fleet.find(RULE, card.entity)[:2] for card in cards] == [
         ("n/a", "not_supported"),

@@ -33,24 +33,24 @@ def test_what_the_card_says(
     fleet: "Fleet", judge: Judge, health: "dict[str, bool | int | None]", verdict: str, code: str
 ) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
     card.health |= health
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.findings() == [("gpu-001", card.entity, "firing", verdict, code)]
     card.health.clear()
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.findings() == []
 
 
 def test_pending_asks_for_a_reset_and_failure_for_another_card(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
     card.health["remap_pending"] = True
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     asked = "SELECT json_extract_string(detail, '$.action'), verdict FROM finding"
     assert fleet.sql(asked) == [("reset", "warn")]
     card.health["remap_failed"] = True
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.sql(asked) == [("drain_rma", "crit")]
     assert [row[5] for row in fleet.incidents()] == ["crit"]
 
@@ -58,7 +58,7 @@ def test_pending_asks_for_a_reset_and_failure_for_another_card(fleet: "Fleet", j
 def test_repaired_rows_are_no_failure(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
     card.health |= {"remapped_rows_uncorrectable_total": 3, "remap_banks_low": 1}
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
 
 
@@ -72,7 +72,7 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     fleet.why_null(cards[1], "gpu_health", *flags[:3])
     fleet.why_null(cards[1], "gpu_health", flags[3], reason="failed")
     cards[2].state = "lost"
-    fleet.run(60, judge)
+    fleet.run(60, judge, every=20)
     assert fleet.find(RULE, old.entity)[:2] == ("n/a", "no_probe")
     assert [fleet.find(RULE, card.entity)[:2] for card in cards] == [
         ("n/a", "not_supported"),

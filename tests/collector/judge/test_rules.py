@@ -1,6 +1,8 @@
 """Rule files, their headers, their limits; a rule in trouble stops no other."""
 
+import logging
 import re
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +11,12 @@ import pytest
 
 from gpufleet.config import ConfigError, parse
 from gpufleet.metric import Type
+from gpufleet_agent.probes import PROBES
 from gpufleet_collector import limits
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeOptions, JudgeSettings, Limit, RuleOverride, Scope
-from gpufleet_collector.rules import NO_PROBE, install, load_rules, parse_rule, seconds
+from gpufleet_collector.rules import DESCRIBED, NO_PROBE, install, load_rules, parse_rule, seconds
 from gpufleet_collector.store import LIVE, Column, Store
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ def test_every_rule_has_its_runbook_and_passes_explain_on_an_empty_schema(
 ) -> None:
     assert type(rule) is type(RULES[0])
     assert (RUNBOOKS / f"{rule.header.runbook}.md").is_file()
-    Judge(store, JudgeSettings())
+    Judge(store, JudgeSettings(), rules=[rule])
     with store.reader(LIVE) as read:
         query = f"SELECT * FROM find_{rule.name}(TIMESTAMP '2026-03-01 12:00:00')"
         assert read.execute(f"EXPLAIN {query}").fetchall()
@@ -114,6 +117,34 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
         status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
     assert set(status.values()) == {"ok"}
     bare.close()
+
+
+def test_a_fresh_collector_says_calmly_and_once_what_it_waits_for(
+    fleet: "Fleet", caplog: pytest.LogCaptureFixture
+) -> None:
+    assert {*PROBES, "agent", "bench"} == DESCRIBED, "what agents describe"
+    caplog.set_level(logging.INFO)
+    with closing(Store.open(None)) as bare:
+        judge = Judge(bare, JudgeSettings())
+        for minute in range(3):
+            judge.run_pass(fleet.at + timedelta(minutes=minute))
+        with bare.reader() as read:
+            [(said,)] = read.execute("SELECT error FROM live.rule WHERE rule = 'gpu_missing'").fetchall()
+    assert said == "waits for probe agent, gpu, pci: no agent has described it yet"
+    lines = [record for record in caplog.records if record.getMessage().startswith("rule ")]
+    assert [line.getMessage() for line in lines].count(f"rule gpu_missing {said}") == 1
+    assert {line.levelname for line in lines} == {"INFO"}
+    assert "Catalog" not in caplog.text
+
+
+def test_a_rule_that_is_itself_wrong_is_a_warning(
+    fleet: "Fleet", store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = parse_rule("good", GOOD.replace("select 1;", "select * from nod_list;"))
+    Judge(store, JudgeSettings(), rules=[rule]).run_pass(fleet.at)
+    [line] = [record for record in caplog.records if record.getMessage().startswith("rule good")]
+    assert line.levelname == "WARNING"
+    assert "nod_list" in line.getMessage()
 
 
 def _columns(store: Store, probe: str) -> list[Column]:
@@ -210,7 +241,8 @@ def test_a_model_name_is_whole_words(fleet: "Fleet") -> None:
 
 def test_a_limit_of_one_node_moves_its_verdict_only(fleet: "Fleet", store: Store) -> None:
     strict = {"gpu_downclocked": {"warn_ratio": Limit(value=0.99)}}
-    fleet.judge = Judge(store, JudgeSettings(node={"gpu-002": Scope(limit=strict)}))
+    one = [rule for rule in RULES if rule.name == "gpu_downclocked"]
+    fleet.judge = Judge(store, JudgeSettings(node={"gpu-002": Scope(limit=strict)}), rules=one)
     cards = [fleet.add(f"gpu-00{n}").cards[0] for n in (1, 2)]
     for card in cards:
         card.clock = 0.97 * 1950
@@ -235,8 +267,20 @@ def test_a_limit_of_one_node_moves_its_verdict_only(fleet: "Fleet", store: Store
             '[node."gpu-001".limit.gpu_missing.x]: the rule has no such limit; it has none',
         ),
         ('[rule.nope]\nevery = "1s"', "[rule.nope]: no such rule"),
-        ('[rule.gpu_missing]\nevery = "soon"', "'soon' is not a duration"),
-        ('[rule.gpu_missing]\nfor = "5 of 2"', "'5 of 2' is not"),
+        ('[rule.gpu_missing]\nevery = "soon"', "[rule.gpu_missing] every: 'soon' is not a duration"),
+        ('[rule.gpu_missing]\nevery = "0s"', "[rule.gpu_missing] every: must be above 0"),
+        (
+            '[rule.gpu_missing]\nclear_after = "999999999d"',
+            "[rule.gpu_missing] clear_after: '999999999d' is more",
+        ),
+        ('[rule.gpu_missing]\nboot_grace = ""', "[rule.gpu_missing] boot_grace: '' is not a duration"),
+        ('[rule.gpu_missing]\nfor = "5 of 2"', "[rule.gpu_missing] for: '5 of 2' is not"),
+        ('[judge]\nwarm_up = "-1s"', "[judge] warm_up: '-1s' is not a duration"),
+        ('[judge]\nrule_timeout = "0s"', "[judge] rule_timeout: must be above 0"),
+        (
+            "[limit.gpu_downclocked.window_s]\nvalue = nan",
+            "[limit.gpu_downclocked.window_s] value: nan is not",
+        ),
         ('[judge]\nevery = "0s"', "[judge] every: must be above 0"),
         ('[rule.gpu_missing]\nevry = "1s"', "unknown key rule"),
         ('[limit.gpu_downclocked.warn_ratio]\nvalue = "x"', "Expected `float`"),
@@ -262,10 +306,11 @@ def test_a_site_overrides_how_a_rule_runs() -> None:
 def test_rules_run_at_their_own_pace_also_over_a_restart(fleet: "Fleet", store: Store) -> None:
     settings = JudgeSettings(rule={"clock_skew": RuleOverride(every="20s")})
     ran = []
-    judge = Judge(store, settings)
+    two = [rule for rule in RULES if rule.name in ("clock_skew", "agent_silent")]
+    judge = Judge(store, settings, rules=two)
     for number in range(1, 13):
         fleet.at += timedelta(seconds=5)
         if number in (5, 6):
-            judge = Judge(store, settings)
+            judge = Judge(store, settings, rules=two)
         ran.append(any(run.rule == "clock_skew" for run in judge.run_pass(fleet.at).runs))
     assert ran == [True, False, False, True] + [False, False, False, True] * 2

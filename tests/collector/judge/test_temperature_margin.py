@@ -19,8 +19,8 @@ def rules() -> tuple[str, ...]:
 
 
 def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
-    for _ in range(3 * count):
-        fleet.run(15)
+    for _ in range(2 * count):
+        fleet.run(25)
         fleet.run(5, judge)
 
 

@@ -89,14 +89,15 @@ select node, entity,
                      when 'driver_hung' then 'the driver answers for no card' when 'no_driver' then 'the driver failed: ' || error
                      when 'incomplete_sweep' then 'rows of the newest sweep are not in yet'
                      else 'the driver does not list the card' end
-            else format('{}, serial {}, at {}{}: {}{}', coalesce(gpu_uuid, 'UUID unknown'), coalesce(serial, 'unknown'),
-                        coalesce(address, 'an unknown address'), coalesce(', slot ' || slot, ''),
+            else format('{}{}: serial {}{}, {}, {}',
                         case when last is null then 'a driver call'
                              when last.kind = 'driver_crashed' then coalesce(last.call, 'a driver call') || ' kills its process,'
                              else coalesce(last.call, 'a driver call') end,
                         case when last is null then ' does not return'
                              when last.kind = 'driver_crashed' then ' left alone since ' || strftime(last.ts, '%Y-%m-%d %H:%M:%S')
-                             else ' has not returned since ' || strftime(last.ts, '%Y-%m-%d %H:%M:%S') end) end as reason,
+                             else ' has not returned since ' || strftime(last.ts, '%Y-%m-%d %H:%M:%S') end,
+                        coalesce(serial, 'unknown'), coalesce(', slot ' || slot, ''),
+                        coalesce(address, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown')) end as reason,
        json_object('gpu_uuid', gpu_uuid, 'serial', serial, 'pci', address, 'slot', slot, 'call', last.call, 'since', last.ts,
                    'kind', last.kind, 'driver_state', state)                        as detail
 from judged

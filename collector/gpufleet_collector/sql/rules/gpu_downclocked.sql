@@ -167,7 +167,8 @@ select node, entity,
             when code = 'unreadable' then 'utilisation cannot be read'
             when code = 'idle' then 'not under load'
             when code = 'no_expectation' then format('{:.0f} MHz under load; no baseline and only {} loaded cards of its model', clock, n_peers)
-            else format('{:.0f} of {:.0f} MHz ({}) over a minute under load{}', clock, want, against,
+            else format('{:.0f} of {:.0f} MHz ({}) over {} under load{}', clock, want, against,
+                        if(window_s = 60, 'a minute', format('{:g} s', window_s)),
                         case code when 'power_brake' then ': power brake' when 'hw_thermal' then ': hardware thermal slowdown'
                                   when 'hw_slowdown' then ': hardware slowdown' when 'sw_thermal' then ': software thermal slowdown'
                                   when 'power_cap' then ': at its power limit' when 'clock_set' then ': clocks are set lower'

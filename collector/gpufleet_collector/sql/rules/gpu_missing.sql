@@ -132,8 +132,7 @@ select node, entity,
        1::double                                                                as expected,
        'count'                                                                  as unit,
        case when by_bus then pci_ts else coalesce(gpu_ts, driver_ts, pci_ts) end as evidence_at,
-       format('{}, serial {}, {}{}: {}', coalesce(gpu_uuid, 'UUID unknown'), coalesce(serial, 'unknown'),
-              coalesce('at ' || coalesce(driver_pci, pci), 'address unknown'), coalesce(', slot ' || slot, ''),
+       format('{}: serial {}{}, {}, {}',
               case code when 'gone_from_bus' then 'gone from the bus'
                         when 'refused_by_driver' then
                              if(on_bus is null, 'the driver does not list it; the bus was not read',
@@ -146,7 +145,9 @@ select node, entity,
                         when 'no_sweep' then 'the cards were not read'
                         when 'driver_not_loaded' then 'no driver answers on the host'
                         when 'incomplete_sweep' then 'rows of the newest sweep are not in yet'
-                        else 'the driver could not be read: ' || driver_error end) as reason,
+                        else format('the driver could not be read ({})', driver_error) end,
+              coalesce(serial, 'unknown'), coalesce(', slot ' || slot, ''),
+              coalesce(driver_pci, pci, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown')) as reason,
        json_object('gpu_uuid', gpu_uuid, 'serial', serial, 'pci', coalesce(driver_pci, pci), 'expected_pci', expected_pci,
                    'slot', slot, 'moved', coalesce(expected_pci <> driver_pci, false), 'on_bus', on_bus,
                    'driver_state', state, 'now_in_its_place', if(holder = gpu_uuid, null, holder),
