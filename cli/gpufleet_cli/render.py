@@ -71,6 +71,16 @@ def paint(text: str, name: str, colored: bool) -> str:
     return click.style(text, fg=_COLOR[name]) if colored and name in _COLOR else text
 
 
+def plural(amount: int, word: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{amount} {word}" if amount == 1 else f"{amount} {word}s"
+
+
+def entity_place(node: object, entity: object) -> str:
+    """Where a finding is, for people: the node's own entities need no word beside its name."""
+    return str(node) if entity in ("node:", "agent:") else f"{node} {entity}"
+
+
 def age(seconds: object) -> str:
     """`5s`, `12m`, `3h`, `2d`; `never` for None: one number, one unit, rounded down."""
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
