@@ -1,10 +1,9 @@
-"""From documents to screens: ages, states, hostlists, tables. The same rows piped or not."""
+"""From documents to screens: ages, states, tables. The same rows piped or not."""
 
 import csv
 import io
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -113,36 +112,6 @@ def text(value: object) -> str:
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return str(value).replace("\n", "\\n").replace("\t", "\\t")
-
-
-_TAIL = re.compile(r"^(.*?)(\d+)$")
-
-
-def hostlist(names: Iterable[str]) -> str:
-    """`gpu-[001-003,007],login`: consecutive numbers of one width and prefix are folded."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    whole: list[str] = []
-    for name in sorted(set(names)):
-        match = _TAIL.match(name)
-        if match:
-            groups.setdefault((match[1], len(match[2])), []).append(int(match[2]))
-        else:
-            whole.append(name)
-    parts = [_fold(prefix, digits, sorted(numbers)) for (prefix, digits), numbers in groups.items()]
-    return ",".join(sorted(parts + whole))
-
-
-def _fold(prefix: str, digits: int, numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"{prefix}{numbers[0]:0{digits}}"
-    runs: list[tuple[int, int]] = []
-    for value in numbers:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], value)
-        else:
-            runs.append((value, value))
-    texts = [f"{a:0{digits}}" if a == b else f"{a:0{digits}}-{b:0{digits}}" for a, b in runs]
-    return f"{prefix}[{','.join(texts)}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ MAX_RESOLVED = 500
 
 
 class NotFound(Exception):
-    """Nothing has that name."""
+    """Nothing has that name. A second line of the text says what to do; so it is with the other errors."""
 
 
 class Ambiguous(Exception):
@@ -192,7 +192,7 @@ def one_node(
     """
     found = _nodes(read, now, name)
     if not found:
-        raise NotFound(f"no node {name!r}: see fleet node{_similar(read, now, name)}")
+        raise NotFound(f"no node {name!r}\nsee fleet node{_similar(read, now, name)}")
     node = _node(found[0], now)
     node["counts"] = node.pop("gpus")
     node["gpus"] = cards(read, now, name)
@@ -336,11 +336,11 @@ def find_card(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Row:
     matching = [row for row in every if _is(row, name)] or [row for row in every if _begins(row, name)]
     if not matching:
         raise NotFound(
-            f"no card {name!r}: give a UUID (8 characters do), a serial, NODE/INDEX (gpu-a01/3) or NODE:PCI"
+            f"no card {name!r}\ngive a UUID (8 characters do), a serial, NODE/INDEX (gpu-a01/3) or NODE:PCI"
         )
     if len(matching) > 1:
         places = ", ".join(place(row["node"], row["gpu_index"]) for row in matching[:5])
-        raise Ambiguous(f"{name!r} means {len(matching)} cards ({places}): give more of it, or NODE/INDEX")
+        raise Ambiguous(f"{name!r} means {len(matching)} cards ({places})\ngive more of it, or NODE/INDEX")
     return matching[0]
 
 
@@ -573,7 +573,7 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
         [min(number, 2**63 - 1)],
     )
     if not found:
-        raise NotFound(f"no incident INC-{number}: see fleet incidents list --all")
+        raise NotFound(f"no incident INC-{number}\nsee fleet incidents list --all")
     row = found[0]
     full = findings(read, now, "incident = ?", [row["number"]], all_states=True)
     related = rows(
@@ -635,7 +635,7 @@ def inventory_list(
     if node and not rows(
         read, "SELECT 1 FROM node_list($now) WHERE node = $node", {"now": now, "node": node}
     ):
-        raise NotFound(f"no node {node!r}: see fleet node{_similar(read, now, node)}")
+        raise NotFound(f"no node {node!r}\nsee fleet node{_similar(read, now, node)}")
     differ = {(one.node, one.uuid or one.serial): one for one in differences}
     found = rows(read, _INVENTORY, {"now": now, "node": node})
     items = [_inventory_item(row, differ.get((str(row["node"]), _identity(row)))) for row in found]

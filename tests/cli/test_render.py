@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpufleet import hostlist
 from gpufleet_cli import render
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.render import Column
@@ -26,7 +27,7 @@ from gpufleet_cli.verbs.inventory import expand
     ],
 )
 def test_hostlists(names: list[str], folded: str) -> None:
-    assert render.hostlist(names) == folded
+    assert hostlist.fold(names) == folded
 
 
 NAME = st.from_regex(re.compile(r"[a-z]{1,3}-?[0-9]{0,4}", re.ASCII), fullmatch=True)
@@ -34,7 +35,7 @@ NAME = st.from_regex(re.compile(r"[a-z]{1,3}-?[0-9]{0,4}", re.ASCII), fullmatch=
 
 @given(st.sets(NAME, max_size=40))
 def test_a_folded_list_means_the_same_nodes(names: set[str]) -> None:
-    assert set(expand(render.hostlist(names))) == names
+    assert set(expand(hostlist.fold(names))) == names
 
 
 @pytest.mark.parametrize(

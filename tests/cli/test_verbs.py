@@ -446,4 +446,5 @@ def test_accept_takes_hostlists(seed: Seed, run: Run) -> None:
     result = run("inventory", "accept", "gpu-[001-002]", "gpu-003", "-o", "json")
     assert items(result) == [{"nodes": 3, "gpus": 6, "baselines": 0}]
     assert {item["expectation"] for item in items(run("node", "-o", "json"))} == {"accepted"}
-    assert run("inventory", "accept", "gpu-001,nope").exit_code == 2
+    result = run("inventory", "accept", "gpu-001,nope,x[0001-9999]")
+    assert (result.exit_code, result.stderr) == (5, "fleet: no such node: nope,x[0001-9999]\n")

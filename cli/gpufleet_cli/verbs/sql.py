@@ -11,7 +11,7 @@ from gpufleet_cli import errors, render
 from gpufleet_cli.client import Client
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import Settings, options, settings_of
-from gpufleet_cli.show import echo
+from gpufleet_cli.show import echo, repeat
 
 QUERY_S = 30.0
 """The collector's own limit; our wait is a little longer, so that its text arrives."""
@@ -61,11 +61,20 @@ def sql(context: click.Context, query: str, limit: int, max_seconds: float) -> N
     if not query.strip():
         raise click.UsageError("the query is empty")
     _hint_about_files(query)
-    with Client(settings) as client:
+
+    def show(client: Client) -> None:
         result = ask(client, query, limit, max_seconds)
-    _PRINT[settings.output](result, settings)
-    if result.truncated:
-        click.echo(f"cut after {len(result.rows)} rows: narrow the query, or raise --limit", err=True)
+        if settings.watch and settings.output == "json":
+            echo(render.as_jsonl([_document(result)]), newline=False)
+        else:
+            _PRINT[settings.output](result, settings)
+        if result.truncated:
+            click.echo(f"cut after {len(result.rows)} rows: narrow the query, or raise --limit", err=True)
+
+    with Client(settings) as client:
+        if settings.watch:
+            repeat(settings, lambda: show(client))
+        show(client)
 
 
 def _hint_about_files(query: str) -> None:
@@ -118,10 +127,14 @@ def _table(result: Result, _: Settings) -> None:
 
 
 def _json(result: Result, _: Settings) -> None:
+    echo(render.as_json(_document(result)))
+
+
+def _document(result: Result) -> dict[str, object]:
     from datetime import UTC, datetime
 
     now = datetime.now(UTC).replace(tzinfo=None).isoformat() + "Z"
-    document = {
+    return {
         "api_version": "fleet/v1",
         "kind": "SqlResult",
         "generated_at": now,
@@ -131,7 +144,6 @@ def _json(result: Result, _: Settings) -> None:
         "truncated": result.truncated,
         "items": list(_objects(result)),
     }
-    echo(render.as_json(document))
 
 
 def _jsonl(result: Result, _: Settings) -> None:
