@@ -84,10 +84,23 @@ def age_s(now: datetime, at: object) -> float | None:
 # ---- status and nodes ----
 
 _NODES = """
+    WITH hit AS (
+        SELECT node, rule, entity, min(verdict) AS verdict FROM findings_at($now)
+        WHERE entity LIKE 'gpu:%' AND verdict IN ('crit', 'warn') GROUP BY ALL
+    ),
+    worst_card AS (
+        SELECT h.node AS worst_node,
+               arg_min({'rule': h.rule, 'gpu_index': c.gpu_index, 'entity': h.entity},
+                       (h.verdict <> 'crit', coalesce(c.gpu_index, 999), h.rule)) AS worst,
+               count(DISTINCT h.entity) AS hit_cards
+        FROM hit h LEFT JOIN card_list($now) c ON c.node = h.node AND c.entity = h.entity
+        GROUP BY h.node
+    )
     SELECT n.node, state, expectation, model, gpus_expected, gpus_ok, gpus_degraded, gpus_critical,
            gpus_no_data, gpus_extra, greatest(n.received_at, h.received_at) AS received_at, agent_version,
-           n.offset_s, conflict, flags, list_transform(findings, lambda f: f.reason) AS reasons
+           n.offset_s, conflict, flags, list_transform(findings, lambda f: f.reason) AS reasons, w.*
     FROM nodes_at($now, $lookback) n LEFT JOIN heard_at($now, '1 hour') h USING (node)
+    LEFT JOIN worst_card w ON w.worst_node = n.node
 """
 
 
@@ -160,7 +173,14 @@ def _node(row: Row, now: datetime) -> Row:
         "conflict": row["conflict"] or None,
         "flags": row["flags"],
         "reason": reasons[0] if isinstance(reasons, list) and reasons else None,
+        "worst_card": _worst_card(row),
     }
+
+
+def _worst_card(row: Row) -> Row | None:
+    """The worst finding among a node's cards, and how many cards have one."""
+    worst = row["worst"]
+    return {**worst, "cards": row["hit_cards"]} if isinstance(worst, dict) else None
 
 
 def _count_nodes(nodes: Sequence[Row]) -> Row:
@@ -639,7 +659,18 @@ def inventory_list(
     differ = {(one.node, one.uuid or one.serial): one for one in differences}
     found = rows(read, _INVENTORY, {"now": now, "node": node})
     items = [_inventory_item(row, differ.get((str(row["node"]), _identity(row)))) for row in found]
-    return document("InventoryList", now, items)
+    return document("InventoryList", now, items, without_gpus=_without_cards(read, now, node))
+
+
+def _without_cards(read: duckdb.DuckDBPyConnection, now: datetime, node: str) -> list[Row]:
+    """The nodes of which no card is expected or seen."""
+    found = rows(
+        read,
+        "SELECT node, nullif(expectation, 'none') AS expectation FROM node_list($now) "
+        "WHERE ($node = '' OR node = $node) AND node NOT IN (SELECT node FROM card_list($now)) ORDER BY node",
+        {"now": now, "node": node},
+    )
+    return found
 
 
 def only_differences(whole: Document) -> Document:
@@ -647,7 +678,7 @@ def only_differences(whole: Document) -> Document:
     items = whole["items"]
     assert isinstance(items, list)
     return {
-        **whole,
+        **{key: value for key, value in whole.items() if key != "without_gpus"},
         "kind": "InventoryDiff",
         "items": [one for one in items if one["match"] not in ("same", None)],
     }

@@ -87,3 +87,16 @@ def test_colour_does_not_move_columns() -> None:
 def test_csv_keeps_what_is_hard() -> None:
     text = render.as_csv(["a", "b"], [[None, 'x,"y"'], ["line\nbreak", {"k": [1]}]])
     assert text == 'a,b\n,"x,""y"""\n"line\nbreak","{""k"":[1]}"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("uptime_s", 3340800.0, "uptime 38 d 16 h"),
+        ("mem_available_bytes", 470 << 30, "memory available 470 GiB"),
+        ("spool_oldest_s", 0.25, "spool oldest 0.25 s"),
+        ("cpus", 96, "cpus 96"),
+    ],
+)
+def test_values_for_people(name: str, value: float, shown: str) -> None:
+    assert render.measured(name, value) == shown

@@ -12,6 +12,7 @@ from gpufleet_cli.client import Client
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.show import echo, repeat
+from gpufleet_cli.verbs.node import limit_of
 
 QUERY_S = 30.0
 """The collector's own limit; our wait is a little longer, so that its text arrives."""
@@ -114,7 +115,7 @@ def ask(client: Client, query: str, limit: int, max_seconds: float) -> Result:
 _NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 
 
-def _table(result: Result, _: Settings) -> None:
+def _table(result: Result, settings: Settings) -> None:
     columns = [
         render.Column(name, right=any(word in kind for word in _NUMBERS) and "[" not in kind)
         for name, kind in zip(result.columns, result.types, strict=True)
@@ -123,7 +124,9 @@ def _table(result: Result, _: Settings) -> None:
         echo(render.plain_if_needed("\n".join(str(row[1]) for row in result.rows)))
         return
     rows = [[render.text(cell) for cell in row] for row in result.rows]
-    echo("\n".join(render.table(columns, rows, limit=render.width())))
+    limit = limit_of(settings)
+    shown = render.table if render.fits(columns, limit) or not rows else render.records
+    echo("\n".join(shown(columns, rows, limit)))
 
 
 def _json(result: Result, _: Settings) -> None:
