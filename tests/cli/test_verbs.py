@@ -410,7 +410,7 @@ def test_import_a_delivery_list(seed: Seed, run: Run, tmp_path: Path) -> None:
     seed.node("gpu-001", gpus=8, state="learned")
     path = delivery(tmp_path, "node,serial,model\ngpu-001,16000001,H100\ngpu-009,99,H100\n")
     result = run("inventory", "import", path, "--reason", "order 7")
-    assert result.output == "accepted: 2 nodes, 2 GPUs, 0 baselines\n"
+    assert result.output == "accepted: 2 nodes, 2 GPUs, 0 baselines\ngpu-001: 1 expected, 7 no longer\n"
     found = items(run("inventory", "diff", "-o", "json"))
     assert {(item["node"], item["match"]) for item in found} == {("gpu-001", "extra"), ("gpu-009", "missing")}
     (audit,) = items(run("sql", "select verb, actor, args from live.audit", "-o", "json"))

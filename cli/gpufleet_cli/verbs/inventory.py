@@ -137,8 +137,44 @@ def import_file(context: click.Context, file: Path, baselines: Path | None, reas
             author=_author(),
             reason=reason,
         )
+        before = _expected(client) if settings.screen else {}
         reply = client.one(client.stub.ImportInventory, request)
+        after = _expected(client) if before else {}
     _done(settings, reply.nodes, reply.gpus, reply.baselines)
+    for line in _dropped(before, after):
+        show.echo(line)
+
+
+Cards = dict[str, list[tuple[object, object]]]
+"""Per node the serial and UUID of each card."""
+
+
+def _expected(client: Client) -> Cards:
+    """What is expected now; nothing when the collector cannot say, which must not stop an import."""
+    from gpufleet.v1 import fleet_pb2
+
+    try:
+        document = client.document(client.stub.ListInventory, fleet_pb2.ListInventoryRequest())
+    except FleetError:
+        return {}
+    cards: Cards = {}
+    for item in render.items(document, "items"):
+        if item.get("match") not in (None, "extra"):
+            cards.setdefault(str(item.get("node")), []).append((item.get("serial"), item.get("uuid")))
+    return cards
+
+
+def _dropped(before: Cards, after: Cards) -> list[str]:
+    """`gpu-007: 1 expected, 7 no longer` for each node that lost expected cards."""
+    lines = []
+    for node, cards in sorted(before.items()):
+        if node not in after:
+            continue  # the second list did not come, or came without it: nothing is known
+        names = {name for card in after[node] for name in card if name}
+        gone = sum(1 for card in cards if not names & {name for name in card if name})
+        if gone:
+            lines.append(f"{node}: {len(after[node])} expected, {gone} no longer")
+    return lines
 
 
 def _read(file: Path) -> bytes:
