@@ -93,7 +93,10 @@ _NODES = """
                arg_min({'rule': h.rule, 'gpu_index': c.gpu_index, 'entity': h.entity},
                        (h.verdict <> 'crit', coalesce(c.gpu_index, 999), h.rule)) AS worst,
                count(DISTINCT h.entity) AS hit_cards
-        FROM hit h LEFT JOIN card_list($now) c ON c.node = h.node AND c.entity = h.entity
+        FROM hit h LEFT JOIN (
+            SELECT node, entity, arg_max(gpu_index, valid_from) AS gpu_index FROM inventory
+            WHERE (node, entity) IN (SELECT (node, entity) FROM hit) GROUP BY node, entity
+        ) c ON c.node = h.node AND c.entity = h.entity
         GROUP BY h.node
     )
     SELECT n.node, state, expectation, model, gpus_expected, gpus_ok, gpus_degraded, gpus_critical,
