@@ -1,6 +1,7 @@
 """The collector, as verbs see it: a request in, a document out. gRPC errors become text here."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -10,6 +11,9 @@ from gpufleet_cli.settings import Settings
 
 if TYPE_CHECKING:
     import grpc
+
+HINT = "\n"
+"""Between what happened and what to do next in the text of a collector's refusal."""
 
 Json = dict[str, object]
 Answer = TypeVar("Answer")
@@ -98,8 +102,8 @@ def _channel(settings: Settings) -> "grpc.Channel":
             return grpc.secure_channel(settings.server, tls.channel_credentials(files))
         tls.check_plain(settings.server, settings.insecure, "--server")
     except ConfigError as error:
-        text = str(error).replace(
-            "tls.ca, tls.cert and tls.key, or insecure = true", "--ca, --cert and --key, or --insecure"
+        text = re.sub(r"\btls\.(ca|cert|key)\b", r"--\1", str(error)).replace(
+            "--ca, --cert and --key, or insecure = true", "--ca, --cert and --key, or --insecure"
         )
         raise FleetError(
             "credentials", text.replace("no [tls] is set", "no certificate is given"), "", errors.AUTH
@@ -134,7 +138,7 @@ def _translate(error: "grpc.RpcError", settings: Settings) -> FleetError:
         grpc.StatusCode.DEADLINE_EXCEEDED: ("time_limit", errors.REFUSED),
         grpc.StatusCode.UNIMPLEMENTED: ("not_supported", errors.INTERNAL),
     }.get(status, ("internal", errors.INTERNAL))
-    hint = ""
+    text, _, hint = text.partition(HINT)
     if status is grpc.StatusCode.UNIMPLEMENTED:
         text, hint = (
             f"the collector at {server} does not know this call",

@@ -1,10 +1,9 @@
-"""From documents to screens: ages, states, hostlists, tables. The same rows piped or not."""
+"""From documents to screens: ages, states, tables. The same rows piped or not."""
 
 import csv
 import io
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -71,6 +70,16 @@ def paint(text: str, name: str, colored: bool) -> str:
     return click.style(text, fg=_COLOR[name]) if colored and name in _COLOR else text
 
 
+def plural(amount: int, word: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{amount} {word}" if amount == 1 else f"{amount} {word}s"
+
+
+def entity_place(node: object, entity: object) -> str:
+    """Where a finding is, for people: the node's own entities need no word beside its name."""
+    return str(node) if entity in ("node:", "agent:") else f"{node} {entity}"
+
+
 def age(seconds: object) -> str:
     """`5s`, `12m`, `3h`, `2d`; `never` for None: one number, one unit, rounded down."""
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
@@ -94,6 +103,37 @@ def brief(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else text(value)
 
 
+_UNITS = {"_mhz": "MHz", "_w": "W", "_c": "C", "_pct": "%"}
+_NAMES = {"mem_available_bytes": "memory available", "pss_bytes": "memory"}
+
+
+def measured(name: str, value: object) -> str:
+    """A value for people, by the unit its name ends with: `uptime 38 d 16 h`, `swap used 2.0 GiB`."""
+    for suffix, show in (("_bytes", _binary), ("_s", span)):
+        if name.endswith(suffix) and isinstance(value, int | float):
+            return f"{_NAMES.get(name, name.removesuffix(suffix).replace('_', ' '))} {show(float(value))}"
+    for suffix, unit in _UNITS.items():
+        if name.endswith(suffix):
+            return f"{_NAMES.get(name, name.removesuffix(suffix).replace('_', ' '))} {brief(value)} {unit}"
+    return f"{name.replace('_', ' ')} {brief(value)}"
+
+
+def _binary(amount: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} TiB"
+
+
+def span(seconds: float) -> str:
+    """`38 d 16 h`, `16 h 5 min`, `5 min 20 s`, `0.25 s`."""
+    for size, unit, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // part)} {small}"
+    return f"{seconds:.3g} s"
+
+
 def text(value: object) -> str:
     """One cell of a table; NULL stays NULL."""
     if value is None:
@@ -103,36 +143,6 @@ def text(value: object) -> str:
     if isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return str(value).replace("\n", "\\n").replace("\t", "\\t")
-
-
-_TAIL = re.compile(r"^(.*?)(\d+)$")
-
-
-def hostlist(names: Iterable[str]) -> str:
-    """`gpu-[001-003,007],login`: consecutive numbers of one width and prefix are folded."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    whole: list[str] = []
-    for name in sorted(set(names)):
-        match = _TAIL.match(name)
-        if match:
-            groups.setdefault((match[1], len(match[2])), []).append(int(match[2]))
-        else:
-            whole.append(name)
-    parts = [_fold(prefix, digits, sorted(numbers)) for (prefix, digits), numbers in groups.items()]
-    return ",".join(sorted(parts + whole))
-
-
-def _fold(prefix: str, digits: int, numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"{prefix}{numbers[0]:0{digits}}"
-    runs: list[tuple[int, int]] = []
-    for value in numbers:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], value)
-        else:
-            runs.append((value, value))
-    texts = [f"{a:0{digits}}" if a == b else f"{a:0{digits}}-{b:0{digits}}" for a, b in runs]
-    return f"{prefix}[{','.join(texts)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,9 @@ class Column:
     fold: bool = False
 
 
+MIN_COLUMN = 8
+"""Columns below which a column without running text does not fold."""
+
 MIN_FOLD = 32
 """Columns below which folded text gets lines of its own."""
 
@@ -157,9 +170,10 @@ MIN_FOLD = 32
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str = ""
 ) -> list[str]:
-    """Aligned lines with a header. Only columns that fold give way to `limit`; nothing is cut.
+    """Aligned lines with a header, folded to `limit`; nothing is cut.
 
-    Where the last column would become too narrow to read, its text stands below its line instead.
+    Where the last column would become too narrow to read, its text stands below its line instead. When that
+    is not enough, the widest columns fold too.
     """
     widths = [
         max([_cells(column.title), *(_cells(row[n]) for row in rows)]) for n, column in enumerate(columns)
@@ -169,32 +183,72 @@ def table(
         return _with_text_below(columns, rows, limit, indent)
     if columns[-1].fold:
         widths[-1] = min(widths[-1], room)
-    lines = []
+    return [line for block in _blocks(columns, rows, widths, limit, indent) for line in block]
+
+
+def fits(columns: Sequence[Column], limit: int) -> bool:
+    """Whether a table of these columns can be folded to `limit`."""
+    return (MIN_COLUMN + 2) * len(columns) - 2 <= limit
+
+
+def records(columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int) -> list[str]:
+    """A line per cell, for rows that are too wide for a table."""
+    size = max(_cells(column.title) for column in columns)
+    lines: list[str] = []
+    for at, row in enumerate(rows, 1):
+        lines.append(f"- row {at}")
+        for column, cell in zip(columns, row, strict=True):
+            parts = _wrap(cell, max(MIN_COLUMN, limit - size - 2), break_words=True)
+            lines.append(f"{column.title:<{size}}  {parts[0]}".rstrip())
+            lines.extend(f"{'':<{size}}  {part}" for part in parts[1:])
+    return lines
+
+
+def _blocks(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: list[int], limit: int, indent: str
+) -> list[list[str]]:
+    """The lines of the header and of each row; the widest columns give way until all fit."""
+    too_wide = sum(widths) + 2 * (len(columns) - 1) + len(indent) - limit
+    while too_wide > 0 and max(widths) > MIN_COLUMN:
+        widths[widths.index(max(widths))] -= 1
+        too_wide -= 1
+    blocks = []
     for row in [[column.title for column in columns], *rows]:
-        folded = [_wrap(cell, widths[n]) if columns[n].fold else [cell] for n, cell in enumerate(row)]
+        folded = [_wrap(cell, widths[n], not columns[n].fold) for n, cell in enumerate(row)]
+        lines = []
         for at in range(max(len(parts) for parts in folded)):
             cells = [parts[at] if at < len(parts) else "" for parts in folded]
             line = "  ".join(_pad(cell, widths[n], columns[n].right) for n, cell in enumerate(cells))
             lines.append((indent + line).rstrip())
-    return lines
+        blocks.append(lines)
+    return blocks
 
 
 def _with_text_below(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, indent: str
 ) -> list[str]:
-    head, *body = table(columns[:-1], [row[:-1] for row in rows], limit, indent)
-    lines = [f"{head}  {columns[-1].title}"]
-    for line, row in zip(body, rows, strict=True):
-        lines.append(line)
+    first, rest = columns[:-1], [row[:-1] for row in rows]
+    widths = [
+        max([_cells(column.title), *(_cells(row[n]) for row in rest)]) for n, column in enumerate(first)
+    ]
+    head, *body = _blocks(first, rest, widths, limit, indent)
+    title = columns[-1].title
+    if len(head[-1]) + 2 + len(title) <= limit:
+        head[-1] += f"  {title}"
+    else:
+        head.append(f"{indent}    {title}")
+    lines = head
+    for block, row in zip(body, rows, strict=True):
+        lines.extend(block)
         if row[-1]:
             lines.extend(wrap_line(f"{indent}    {row[-1]}", limit, f"{indent}    "))
     return lines
 
 
-def _wrap(cell: str, columns: int) -> list[str]:
-    if _cells(cell) <= columns:
+def _wrap(cell: str, columns: int, break_words: bool) -> list[str]:
+    if _cells(cell) <= columns or click.unstyle(cell) != cell:
         return [cell]
-    return textwrap.wrap(cell, columns, break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(cell, columns, break_long_words=break_words, break_on_hyphens=break_words) or [""]
 
 
 def _cells(value: str) -> int:

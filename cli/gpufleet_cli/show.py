@@ -1,8 +1,10 @@
 """How a verb answers: ask the collector, print in the chosen format, once or again, exit with a code."""
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import click
 
@@ -52,9 +54,22 @@ def echo(text: str, newline: bool = True) -> None:
     click.echo(text, nl=newline, color=True)
 
 
-def _watch(client: Client, fetch: Fetch, screen: Screen, document: Json) -> None:
-    """Redraw on a terminal, append on a pipe; until Ctrl-C."""
+def _watch(client: Client, fetch: Fetch, screen: Screen, document: Json) -> NoReturn:
     settings = client.settings
+    documents = itertools.chain([document], iter(lambda: fetch(client), None))
+
+    def print_next() -> None:
+        found = next(documents)
+        if settings.output == "json":
+            echo(render.as_jsonl([found]), newline=False)
+        else:
+            emit(found, screen, settings)
+
+    repeat(settings, print_next)
+
+
+def repeat(settings: Settings, print_once: Callable[[], None]) -> NoReturn:
+    """Redraw on a terminal, append on a pipe, every two seconds; until Ctrl-C."""
     on_terminal = sys.stdout.isatty() and settings.screen
     try:
         if on_terminal:
@@ -62,13 +77,9 @@ def _watch(client: Client, fetch: Fetch, screen: Screen, document: Json) -> None
         while True:
             if on_terminal:
                 echo("\x1b[H\x1b[2J", newline=False)
-            if settings.output == "json":
-                echo(render.as_jsonl([document]), newline=False)
-            else:
-                emit(document, screen, settings)
+            print_once()
             sys.stdout.flush()
             time.sleep(WATCH_S)
-            document = fetch(client)
     finally:
         if on_terminal:
             echo("\x1b[?1049l", newline=False)

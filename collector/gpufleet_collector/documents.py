@@ -29,7 +29,7 @@ MAX_RESOLVED = 500
 
 
 class NotFound(Exception):
-    """Nothing has that name."""
+    """Nothing has that name. A second line of the text says what to do; so it is with the other errors."""
 
 
 class Ambiguous(Exception):
@@ -84,10 +84,26 @@ def age_s(now: datetime, at: object) -> float | None:
 # ---- status and nodes ----
 
 _NODES = """
+    WITH hit AS (
+        SELECT node, rule, entity, min(verdict) AS verdict FROM findings_at($now)
+        WHERE entity LIKE 'gpu:%' AND verdict IN ('crit', 'warn') GROUP BY ALL
+    ),
+    worst_card AS (
+        SELECT h.node AS worst_node,
+               arg_min({'rule': h.rule, 'gpu_index': c.gpu_index, 'entity': h.entity},
+                       (h.verdict <> 'crit', coalesce(c.gpu_index, 999), h.rule)) AS worst,
+               count(DISTINCT h.entity) AS hit_cards
+        FROM hit h LEFT JOIN (
+            SELECT node, entity, arg_max(gpu_index, valid_from) AS gpu_index FROM inventory
+            WHERE (node, entity) IN (SELECT (node, entity) FROM hit) GROUP BY node, entity
+        ) c ON c.node = h.node AND c.entity = h.entity
+        GROUP BY h.node
+    )
     SELECT n.node, state, expectation, model, gpus_expected, gpus_ok, gpus_degraded, gpus_critical,
            gpus_no_data, gpus_extra, greatest(n.received_at, h.received_at) AS received_at, agent_version,
-           n.offset_s, conflict, flags, list_transform(findings, lambda f: f.reason) AS reasons
+           n.offset_s, conflict, flags, list_transform(findings, lambda f: f.reason) AS reasons, w.*
     FROM nodes_at($now, $lookback) n LEFT JOIN heard_at($now, '1 hour') h USING (node)
+    LEFT JOIN worst_card w ON w.worst_node = n.node
 """
 
 
@@ -160,7 +176,14 @@ def _node(row: Row, now: datetime) -> Row:
         "conflict": row["conflict"] or None,
         "flags": row["flags"],
         "reason": reasons[0] if isinstance(reasons, list) and reasons else None,
+        "worst_card": _worst_card(row),
     }
+
+
+def _worst_card(row: Row) -> Row | None:
+    """The worst finding among a node's cards, and how many cards have one."""
+    worst = row["worst"]
+    return {**worst, "cards": row["hit_cards"]} if isinstance(worst, dict) else None
 
 
 def _count_nodes(nodes: Sequence[Row]) -> Row:
@@ -192,7 +215,7 @@ def one_node(
     """
     found = _nodes(read, now, name)
     if not found:
-        raise NotFound(f"no node {name!r}: see fleet node{_similar(read, now, name)}")
+        raise NotFound(f"no node {name!r}\nsee fleet node{_similar(read, now, name)}")
     node = _node(found[0], now)
     node["counts"] = node.pop("gpus")
     node["gpus"] = cards(read, now, name)
@@ -336,11 +359,11 @@ def find_card(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Row:
     matching = [row for row in every if _is(row, name)] or [row for row in every if _begins(row, name)]
     if not matching:
         raise NotFound(
-            f"no card {name!r}: give a UUID (8 characters do), a serial, NODE/INDEX (gpu-a01/3) or NODE:PCI"
+            f"no card {name!r}\ngive a UUID (8 characters do), a serial, NODE/INDEX (gpu-a01/3) or NODE:PCI"
         )
     if len(matching) > 1:
         places = ", ".join(place(row["node"], row["gpu_index"]) for row in matching[:5])
-        raise Ambiguous(f"{name!r} means {len(matching)} cards ({places}): give more of it, or NODE/INDEX")
+        raise Ambiguous(f"{name!r} means {len(matching)} cards ({places})\ngive more of it, or NODE/INDEX")
     return matching[0]
 
 
@@ -573,7 +596,7 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
         [min(number, 2**63 - 1)],
     )
     if not found:
-        raise NotFound(f"no incident INC-{number}: see fleet incidents list --all")
+        raise NotFound(f"no incident INC-{number}\nsee fleet incidents list --all")
     row = found[0]
     full = findings(read, now, "incident = ?", [row["number"]], all_states=True)
     related = rows(
@@ -635,11 +658,22 @@ def inventory_list(
     if node and not rows(
         read, "SELECT 1 FROM node_list($now) WHERE node = $node", {"now": now, "node": node}
     ):
-        raise NotFound(f"no node {node!r}: see fleet node{_similar(read, now, node)}")
+        raise NotFound(f"no node {node!r}\nsee fleet node{_similar(read, now, node)}")
     differ = {(one.node, one.uuid or one.serial): one for one in differences}
     found = rows(read, _INVENTORY, {"now": now, "node": node})
     items = [_inventory_item(row, differ.get((str(row["node"]), _identity(row)))) for row in found]
-    return document("InventoryList", now, items)
+    return document("InventoryList", now, items, without_gpus=_without_cards(read, now, node))
+
+
+def _without_cards(read: duckdb.DuckDBPyConnection, now: datetime, node: str) -> list[Row]:
+    """The nodes of which no card is expected or seen."""
+    found = rows(
+        read,
+        "SELECT node, nullif(expectation, 'none') AS expectation FROM node_list($now) "
+        "WHERE ($node = '' OR node = $node) AND node NOT IN (SELECT node FROM card_list($now)) ORDER BY node",
+        {"now": now, "node": node},
+    )
+    return found
 
 
 def only_differences(whole: Document) -> Document:
@@ -647,7 +681,7 @@ def only_differences(whole: Document) -> Document:
     items = whole["items"]
     assert isinstance(items, list)
     return {
-        **whole,
+        **{key: value for key, value in whole.items() if key != "without_gpus"},
         "kind": "InventoryDiff",
         "items": [one for one in items if one["match"] not in ("same", None)],
     }

@@ -59,6 +59,15 @@ def explain(
 _KINDS = ("rule", "incident", "node", "gpu")
 
 
+_SEE = {
+    "": "see fleet node, fleet incidents, or the rules: fleet sql 'select rule, title from rule'",
+    "rule": "see fleet sql 'select rule, title from rule'",
+    "incident": "see fleet incidents list --all",
+    "node": "see fleet node",
+    "gpu": "give a UUID (8 characters do), a serial, NODE/INDEX (gpu-a01/3) or NODE:PCI",
+}
+
+
 def header(policy: Policy) -> dict[str, object]:
     """How a rule's verdicts become findings here, beyond its row in table rule."""
     return {
@@ -75,12 +84,12 @@ def _split(subject: str) -> tuple[str, str]:
     """`rule NAME` -> ("rule", NAME); one word -> ("", word)."""
     words = subject.split()
     if not words:
-        raise NotFound("nothing to explain: write rule NAME, incident N, node NAME, or one id")
+        raise NotFound("nothing to explain\nwrite rule NAME, incident N, node NAME, or one id")
     if len(words) == 1:
         return "", words[0]
     if len(words) == 2 and words[0] in _KINDS:
         return words[0], words[1]
-    raise NotFound(f"cannot explain {subject!r}: write rule NAME, incident N, node NAME, or one id")
+    raise NotFound(f"cannot explain {subject!r}\nwrite rule NAME, incident N, node NAME, or one id")
 
 
 def _scope(read: duckdb.DuckDBPyConnection, now: datetime, kind: str, name: str) -> Scope:
@@ -103,9 +112,9 @@ def _scope(read: duckdb.DuckDBPyConnection, now: datetime, kind: str, name: str)
         else:
             found.append(Scope(node=str(card["node"]), entities=frozenset((str(card["entity"]),))))
     if not found:
-        raise NotFound(f"no {kind or 'rule, incident, node or card'} {name!r}")
+        raise NotFound(f"no {kind or 'rule, incident, node or card'} {name!r}\n{_SEE[kind]}")
     if len(found) > 1:
-        raise Ambiguous(f"{name!r} names more than one thing: write rule, incident or node before it")
+        raise Ambiguous(f"{name!r} names more than one thing\nwrite rule, incident or node before it")
     return found[0]
 
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 
 import duckdb
 
+from gpufleet import hostlist
 from gpufleet_collector import baselines
 from gpufleet_collector.baselines import Baseline
 from gpufleet_collector.store import LIVE, Store
@@ -32,6 +33,10 @@ class InventoryError(Exception):
 
 class NotAllowed(Exception):
     """Who asks may not change the inventory; one line. Nothing was changed."""
+
+
+class NoSuchNode(InventoryError):
+    """Nodes that nobody has heard of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,9 @@ def accept(
         known = {row[0] for row in read.execute("SELECT node FROM node").fetchall()}
         strange = [node for node in nodes if node not in known]
         if strange or not nodes:
-            raise InventoryError(f"no such node: {', '.join(strange)}" if strange else "no node given")
+            if not strange:
+                raise InventoryError("no node given")
+            raise NoSuchNode(f"no such node: {hostlist.shorten(strange)}")
         seen = _seen(read, nodes, now)
         values = baselines.seen_now(read, nodes, author, reason, now)
         _pin(write, seen, "accepted", author, now, reason)

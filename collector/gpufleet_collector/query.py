@@ -23,7 +23,7 @@ from gpufleet_collector import documents, explain, inventory, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.ingest import certificate_names
-from gpufleet_collector.inventory import Difference, InventoryError, NotAllowed, Pinned
+from gpufleet_collector.inventory import Difference, InventoryError, NoSuchNode, NotAllowed, Pinned
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ Build = Callable[[duckdb.DuckDBPyConnection, datetime], Document]
 _STATUS: Mapping[type[Exception], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
     Ambiguous: grpc.StatusCode.INVALID_ARGUMENT,
+    NoSuchNode: grpc.StatusCode.NOT_FOUND,
     InventoryError: grpc.StatusCode.INVALID_ARGUMENT,
     NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     sandbox.Refused: grpc.StatusCode.INVALID_ARGUMENT,
@@ -132,7 +133,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             age = 0.0
         else:
             body, age = ready.body, now - ready.built
-        for part in _parts(b'{"snapshot_age_s":%.3f,%b' % (age, body.removeprefix(b"{"))):
+        for part in _parts(b'%b,"snapshot_age_s":%.3f}' % (body.removesuffix(b"}"), age)):
             yield fleet_pb2.GetStatusResponse(json=part)
 
     def _status(self, read: duckdb.DuckDBPyConnection, now: datetime) -> Document:

@@ -52,6 +52,18 @@ def test_hostlists_patterns_and_several_cards(tmp_path: Path, gpu: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("nodes", ["2", '"gpu-[001-002]"'])
+@pytest.mark.parametrize("kind", ["agent_stopped", "reboot", "clock_skew"])
+def test_a_fault_of_a_host_without_cards_is_expected(tmp_path: Path, nodes: str, kind: str) -> None:
+    path = tmp_path / "scenario.toml"
+    path.write_text(
+        f'[fleet]\nnodes = {nodes}\ngpus = 0\n[[node]]\nnode = "gpu-002"\ngpus = 2\n'
+        f'[[fault]]\nnode = "*"\nkind = "{kind}"\nexpect = {{ rule = "agent_silent", within_s = 9 }}\n'
+    )
+    mine = check.expected(path, scenario.load(path).inventory_csv().encode())
+    assert [(one.node, one.entity) for one in mine] == [("gpu-001", "node:"), ("gpu-002", "node:")]
+
+
 START = datetime(2026, 11, 30, 12)
 
 
@@ -123,15 +135,32 @@ def test_a_wrong_scenario_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "scenario.toml"
     path.write_text("[fleet]\nnodes = 0\n")
     result = CliRunner().invoke(fleet, ["demo", "--scenario", str(path)])
-    assert result.exit_code == 1
-    assert "fleet.nodes" in result.stderr
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"fleet: {path}: key fleet.nodes")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "key"),
+    [
+        ('kind = "agent_stoped"', "fault[0].kind"),
+        ('kind = "card_lost"\ngpu = 7', "fault[0].gpu"),
+        ('kind = "agent_stopped"\nexpect = { rule = "agent_silnt", within_s = 9 }', "fault[0].expect.rule"),
+    ],
+)
+def test_a_wrong_fault_is_one_line_that_names_file_and_key(tmp_path: Path, fault: str, key: str) -> None:
+    path = tmp_path / "scenario.toml"
+    path.write_text(f'[fleet]\nnodes = 1\ngpus = 0\n[[fault]]\nnode = "*"\n{fault}\n')
+    result = CliRunner().invoke(fleet, ["demo", "--check", "--scenario", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"fleet: {path}: key {key}")
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_rule_that_does_not_exist_is_one_line() -> None:
     result = CliRunner().invoke(fleet, ["demo", "--disable-rule", "gpu_mising"])
-    assert result.exit_code == 1
-    assert "gpu_mising" in result.stderr
+    assert result.exit_code == 2
+    assert result.stderr.startswith("fleet: --disable-rule: no rule 'gpu_mising'; there are ")
     assert len(result.stderr.splitlines()) == 1
 
 

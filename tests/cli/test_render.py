@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpufleet import hostlist
 from gpufleet_cli import render
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.render import Column
@@ -26,7 +27,7 @@ from gpufleet_cli.verbs.inventory import expand
     ],
 )
 def test_hostlists(names: list[str], folded: str) -> None:
-    assert render.hostlist(names) == folded
+    assert hostlist.fold(names) == folded
 
 
 NAME = st.from_regex(re.compile(r"[a-z]{1,3}-?[0-9]{0,4}", re.ASCII), fullmatch=True)
@@ -34,7 +35,7 @@ NAME = st.from_regex(re.compile(r"[a-z]{1,3}-?[0-9]{0,4}", re.ASCII), fullmatch=
 
 @given(st.sets(NAME, max_size=40))
 def test_a_folded_list_means_the_same_nodes(names: set[str]) -> None:
-    assert set(expand(render.hostlist(names))) == names
+    assert set(expand(hostlist.fold(names))) == names
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,16 @@ def test_colour_does_not_move_columns() -> None:
 def test_csv_keeps_what_is_hard() -> None:
     text = render.as_csv(["a", "b"], [[None, 'x,"y"'], ["line\nbreak", {"k": [1]}]])
     assert text == 'a,b\n,"x,""y"""\n"line\nbreak","{""k"":[1]}"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("uptime_s", 3340800.0, "uptime 38 d 16 h"),
+        ("mem_available_bytes", 470 << 30, "memory available 470 GiB"),
+        ("spool_oldest_s", 0.25, "spool oldest 0.25 s"),
+        ("cpus", 96, "cpus 96"),
+    ],
+)
+def test_values_for_people(name: str, value: float, shown: str) -> None:
+    assert render.measured(name, value) == shown

@@ -410,7 +410,7 @@ def test_import_a_delivery_list(seed: Seed, run: Run, tmp_path: Path) -> None:
     seed.node("gpu-001", gpus=8, state="learned")
     path = delivery(tmp_path, "node,serial,model\ngpu-001,16000001,H100\ngpu-009,99,H100\n")
     result = run("inventory", "import", path, "--reason", "order 7")
-    assert result.output == "accepted: 2 nodes, 2 GPUs, 0 baselines\n"
+    assert result.output == "accepted: 2 nodes, 2 GPUs, 0 baselines\ngpu-001: 1 expected, 7 no longer\n"
     found = items(run("inventory", "diff", "-o", "json"))
     assert {(item["node"], item["match"]) for item in found} == {("gpu-001", "extra"), ("gpu-009", "missing")}
     (audit,) = items(run("sql", "select verb, actor, args from live.audit", "-o", "json"))
@@ -446,4 +446,51 @@ def test_accept_takes_hostlists(seed: Seed, run: Run) -> None:
     result = run("inventory", "accept", "gpu-[001-002]", "gpu-003", "-o", "json")
     assert items(result) == [{"nodes": 3, "gpus": 6, "baselines": 0}]
     assert {item["expectation"] for item in items(run("node", "-o", "json"))} == {"accepted"}
-    assert run("inventory", "accept", "gpu-001,nope").exit_code == 2
+    result = run("inventory", "accept", "gpu-001,nope,x[0001-9999]")
+    assert (result.exit_code, result.stderr) == (5, "fleet: no such node: nope,x[0001-9999]\n")
+
+
+def test_a_node_in_trouble_says_why(seed: Seed, run: Run) -> None:
+    seed.node("gpu-001", gpus=3)
+    seed.finding("gpu_downclocked", "gpu-001", seed.entity("gpu-001", 0), "warn", "x", "slow")
+    seed.finding("gpu_missing", "gpu-001", seed.entity("gpu-001", 2), "crit", "lost", "gone")
+    assert "gpu_missing on card 2, +1 card" in run("node").output
+
+
+def test_an_accepted_node_without_cards_is_listed(seed: Seed, run: Run) -> None:
+    seed.node("login-1", gpus=0, state="")
+    assert run("inventory", "accept", "login-1").output == "accepted: 1 node, 0 GPUs, 0 baselines\n"
+    listed = run("inventory").output
+    assert "login-1" in listed
+    assert "no GPUs expected" in listed
+    assert run("inventory", "diff").output == "nothing differs\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inventory",), ("node", "gpu-001"), ("explain", "rule", "gpu_missing"),
+        ("sql", "select * from live.finding"), ("sql", "select node, reason, evidence from live.finding"),
+    ],
+)  # fmt: skip
+def test_tables_fold_to_the_terminal_and_lose_nothing(seed: Seed, run: Run, words: tuple[str, ...]) -> None:
+    seed.node("gpu-001", gpus=2)
+    reason = "no longer answers " * 12 + "END"
+    seed.finding("gpu_missing", "gpu-001", seed.entity("gpu-001", 1), "crit", "lost", reason, incident="x")
+    output = run(*words).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert words[0] not in ("sql", "node") or "END" in output
+
+
+def test_errors_keep_the_hint_apart(seed: Seed, run: Run) -> None:
+    seed.node("gpu-001")
+    for words in (("node", "gpu-01"), ("gpu", "nosuch"), ("explain", "nosuch"), ("incidents", "show", "9")):
+        error = json.loads(run(*words, "-o", "json").output)["error"]
+        assert error["hint"]
+        assert error["hint"] not in error["message"]
+
+
+def test_status_begins_with_the_frame(seed: Seed, run: Run) -> None:
+    seed.node("gpu-001")
+    keys = list(json.loads(run("status", "-o", "json").output))
+    assert keys[:3] == ["api_version", "kind", "generated_at"]

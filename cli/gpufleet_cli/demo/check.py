@@ -22,6 +22,9 @@ SETTLE_S = 10.0
 LATE_S = 15.0
 """How long past its limit a fault is still waited for, so that late and never are told apart."""
 
+FIRST_PASS_S = 30.0
+"""How long the collector's judge may take to run for the first time."""
+
 _FINDINGS = """
     select rule, node, entity, verdict, code, reason, fired_at from live.finding
     where fired_at is not null order by fired_at, id
@@ -78,18 +81,67 @@ class Outcome:
 def expected(scenario: Path, inventory: bytes) -> list[Fault]:
     """The faults with `expect`, once per entity they hit.
 
+    Args:
+        scenario: One that the agent's package plays, so its shape needs no check here.
+        inventory: The cards of its hosts, as CSV; hosts without cards are not in it.
+
     Raises:
         FleetError: The scenario cannot be read.
     """
+    fleet, faults = _read(scenario)
+    boards: dict[str, list[str]] = {name: [] for name in _node_names(fleet)}
+    for row in csv.DictReader(io.StringIO(inventory.decode())):
+        boards.setdefault(row["node"], []).append(row["uuid"])
+    return [one for fault in faults if "expect" in fault for one in _entities(fault, boards)]
+
+
+def check_rules(scenario: Path, client: Client) -> None:
+    """Refuse a scenario that expects a rule which the collector does not have.
+
+    Raises:
+        FleetError: With the file, the key and the rules there are.
+    """
+    known = _rules(client)
+    for index, fault in enumerate(_read(scenario)[1]):
+        expect = fault.get("expect")
+        rule = expect["rule"] if isinstance(expect, dict) else None
+        if rule is not None and rule not in known:
+            key = f"fault[{index}].expect.rule"
+            text = f"{scenario}: key {key}: no rule {rule!r}: use one of {', '.join(known)}"
+            raise FleetError("usage", text, "", errors.USAGE)
+
+
+def _rules(client: Client) -> list[str]:
+    """Every rule of the collector; the judge names them all in its first pass."""
+    deadline = time.monotonic() + FIRST_PASS_S
+    while True:
+        known = [
+            str(row[0]) for row in sql.ask(client, "select rule from live.rule order by 1", 0, 10.0).rows
+        ]
+        if known:
+            return known
+        if time.monotonic() > deadline:
+            raise FleetError("demo", "the demo's collector judges nothing", "", errors.INTERNAL)
+        time.sleep(0.1)
+
+
+def _read(scenario: Path) -> tuple[Mapping[str, object], list[Mapping[str, object]]]:
+    """Its `[fleet]` and its faults."""
     try:
         found = tomllib.loads(scenario.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FleetError("usage", f"{scenario}: cannot be read: {error}", "", errors.USAGE) from None
-    boards: dict[str, list[str]] = {}
-    for row in csv.DictReader(io.StringIO(inventory.decode())):
-        boards.setdefault(row["node"], []).append(row["uuid"])
-    faults = [fault for fault in found.get("fault", []) if "expect" in fault]
-    return [one for fault in faults for one in _entities(fault, boards)]
+    return found["fleet"], found.get("fault", [])
+
+
+def _node_names(fleet: Mapping[str, object]) -> list[str]:
+    """Every host, also those without cards: `nodes` is how many there are, or their names."""
+    nodes = fleet["nodes"]
+    if isinstance(nodes, str):
+        return expand(nodes)
+    count = int(str(nodes))
+    digits = max(3, len(str(count)))
+    return [f"{fleet.get('prefix', 'gpu-')}{number:0{digits}}" for number in range(1, count + 1)]
 
 
 def _entities(fault: Mapping[str, object], boards: Mapping[str, Sequence[str]]) -> Iterator[Fault]:

@@ -22,6 +22,7 @@ from gpufleet_cli.settings import Settings
 
 START_S = 30.0
 STOP_S = 10.0
+_INSTALL = "install gpufleet[all]"
 
 
 class Stage:
@@ -108,8 +109,10 @@ class Stage:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise FleetError("demo", f"the scenario cannot be played: {last}", "", errors.INTERNAL)
+            last = _last_line(done.stderr, "no message")
+            if "No module named" in last:
+                raise FleetError("demo", last, _INSTALL, errors.INTERNAL)
+            raise FleetError("usage", last, "", errors.USAGE)
         return inventory.read_bytes(), baselines.read_bytes()
 
     def start_fleet(self) -> None:
@@ -136,8 +139,12 @@ class Stage:
 
     def _broken(self, name: str, what: str) -> FleetError:
         written = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-        last = (written.strip().splitlines() or ["it wrote nothing"])[-1]
-        hint = "install gpufleet[all]" if "No module named" in last else ""
+        last = _last_line(written, "it wrote nothing")
+        for rule in self._disabled:
+            if last.startswith(f"[rule.{rule}]: no such rule"):
+                text = last.replace(f"[rule.{rule}]: no such rule", f"--disable-rule: no rule {rule!r}", 1)
+                return FleetError("usage", text, "", errors.USAGE)
+        hint = _INSTALL if "No module named" in last else ""
         return FleetError("demo", f"the demo's {name} {what}: {last}", hint, errors.INTERNAL)
 
     def _start(self, name: str, module: str, *words: str) -> None:
@@ -149,6 +156,12 @@ class Stage:
                 env={key: value for key, value in os.environ.items() if key != "NOTIFY_SOCKET"},
             )  # fmt: skip
         self._children.append((name, child))
+
+
+def _last_line(written: str, otherwise: str) -> str:
+    """The last line of a program of ours, without the program's name."""
+    line = (written.strip().splitlines() or [otherwise])[-1]
+    return re.sub(r"^fleet-(agent|collector): ", "", line)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -58,19 +58,26 @@ def demo(
 
     settings = settings_of(context)
     with stage.Stage(scenario or stage.shipped("scenario.toml"), disabled) as here:
+        delivered = here.delivery_list()  # first: it also finds what is wrong with the scenario
         reached = here.start_collector(settings)
         try:
-            code = _run(here, reached, check, seconds)
+            code = _run(here, reached, delivered, check, seconds)
         except FleetError:
             here.check_children(wait_s=1.0)  # when the collector died, say that and not that it is silent
             raise
     context.exit(code)
 
 
-def _run(here: "Stage", settings: Settings, check: bool, seconds: float | None) -> int:
-    inventory, baselines = here.delivery_list()
+def _run(
+    here: "Stage", settings: Settings, delivered: tuple[bytes, bytes], check: bool, seconds: float | None
+) -> int:
+    from gpufleet_cli.demo.check import check_rules
+
+    inventory, baselines = delivered
     with Client(settings) as client:
-        _accept(client, inventory, baselines)
+        check_rules(here.scenario, client)
+        if len(inventory.splitlines()) > 1:  # a fleet without cards has nothing to deliver
+            _accept(client, inventory, baselines)
         here.start_fleet()
         return _check(here, client, inventory, seconds) if check else _play(here, client, seconds)
 
@@ -121,7 +128,8 @@ def _check(here: "Stage", client: Client, inventory: bytes, seconds: float | Non
     settings = client.settings
     faults = expected(here.scenario, inventory)
     if settings.screen:
-        echo(f"fleet demo --check: {len(faults)} scripted faults, collector at {settings.server}")
+        faulty = render.plural(len(faults), "scripted fault")
+        echo(f"fleet demo --check: {faulty}, collector at {settings.server}")
     looking = Check(client, faults, seconds)
     told: set[str] = set()
     going = True
@@ -165,12 +173,13 @@ def _summary(outcome: "Outcome") -> list[str]:
     found = sum(1 for fault in outcome.faults if fault.verdict == "found")
     lines = ["", *render.table(columns, rows, 1000)]
     for page in outcome.false_pages:
-        lines.append(f"false page: {page['rule']} on {page['node']} {page['entity']}: {page['reason']}")
+        place = render.entity_place(page["node"], page["entity"])
+        lines.append(f"false page: {page['rule']} on {place}: {page['reason']}")
     word = "passed" if outcome.passed else "FAILED"
-    pages = len(outcome.false_pages)
+    pages = render.plural(len(outcome.false_pages), "false page")
     lines += [
         "",
-        f"{word}: {found} of {len(outcome.faults)} found in time, {pages} false pages",
+        f"{word}: {found} of {len(outcome.faults)} found in time, {pages}",
     ]
     return lines
 

@@ -10,7 +10,7 @@ from gpufleet_cli.client import Client, Json
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options, settings_of
-from gpufleet_cli.verbs.node import limit_of
+from gpufleet_cli.verbs.node import limit_of, short_uuid
 
 MAX_FILE_BYTES = 900_000
 """A request is one message, and no message is larger than 1 MiB."""
@@ -62,7 +62,7 @@ def _exit_code(document: Json) -> int:
 def _screen(document: Json, settings: Settings) -> str:
     columns = [
         Column("NODE"), Column("GPU", right=True), Column("MATCH"), Column("EXPECTATION"), Column("SERIAL"),
-        Column("PCI"), Column("MODEL"), Column("UUID"), Column("WHY", fold=True),
+        Column("PCI"), Column("UUID"), Column("MODEL, WHY", fold=True),
     ]  # fmt: skip
     rows = [
         [
@@ -72,12 +72,20 @@ def _screen(document: Json, settings: Settings) -> str:
             str(item.get("expectation") or "none"),
             str(item.get("serial") or "-"),
             str(item.get("pci") or "-"),
-            str(item.get("model") or "-"),
-            str(item.get("uuid") or "-"),
-            str(item.get("reason") or ""),
+            short_uuid(item.get("uuid") or "-", settings),
+            "; ".join(str(part) for part in (item.get("model"), item.get("reason")) if part),
         ]
         for item in render.items(document, "items")
     ]
+    if document.get("kind") == "InventoryList":
+        rows += [
+            [
+                str(item.get("node")), "-", "same" if item.get("expectation") else "-",
+                str(item.get("expectation") or "none"), "-", "-", "-",
+                "no GPUs expected" if item.get("expectation") else "no GPUs seen",
+            ]
+            for item in render.items(document, "without_gpus")
+        ]  # fmt: skip
     if not rows:
         return (
             "nothing differs"
@@ -114,7 +122,11 @@ def accept(context: click.Context, nodes: tuple[str, ...], reason: str) -> None:
 @options
 @click.pass_context
 def import_file(context: click.Context, file: Path, baselines: Path | None, reason: str) -> None:
-    """Pin a delivery list as accepted: a CSV with the header node,uuid,serial,pci,model."""
+    """Pin a delivery list as accepted: a CSV with the header node,uuid,serial,pci,model.
+
+    It replaces the list of every node it names: cards that it does not list are no longer expected there.
+    Other nodes keep theirs.
+    """
     settings = settings_of(context)
     with Client(settings) as client:
         from gpufleet.v1 import fleet_pb2
@@ -125,8 +137,44 @@ def import_file(context: click.Context, file: Path, baselines: Path | None, reas
             author=_author(),
             reason=reason,
         )
+        before = _expected(client) if settings.screen else {}
         reply = client.one(client.stub.ImportInventory, request)
+        after = _expected(client) if before else {}
     _done(settings, reply.nodes, reply.gpus, reply.baselines)
+    for line in _dropped(before, after):
+        show.echo(line)
+
+
+Cards = dict[str, list[tuple[object, object]]]
+"""Per node the serial and UUID of each card."""
+
+
+def _expected(client: Client) -> Cards:
+    """What is expected now; nothing when the collector cannot say, which must not stop an import."""
+    from gpufleet.v1 import fleet_pb2
+
+    try:
+        document = client.document(client.stub.ListInventory, fleet_pb2.ListInventoryRequest())
+    except FleetError:
+        return {}
+    cards: Cards = {}
+    for item in render.items(document, "items"):
+        if item.get("match") not in (None, "extra"):
+            cards.setdefault(str(item.get("node")), []).append((item.get("serial"), item.get("uuid")))
+    return cards
+
+
+def _dropped(before: Cards, after: Cards) -> list[str]:
+    """`gpu-007: 1 expected, 7 no longer` for each node that lost expected cards."""
+    lines = []
+    for node, cards in sorted(before.items()):
+        if node not in after:
+            continue  # the second list did not come, or came without it: nothing is known
+        names = {name for card in after[node] for name in card if name}
+        gone = sum(1 for card in cards if not names & {name for name in card if name})
+        if gone:
+            lines.append(f"{node}: {len(after[node])} expected, {gone} no longer")
+    return lines
 
 
 def _read(file: Path) -> bytes:
@@ -151,7 +199,8 @@ def _author() -> str:
 
 def _done(settings: Settings, nodes: int, gpus: int, baselines: int) -> None:
     if settings.screen:
-        show.echo(f"accepted: {nodes} nodes, {gpus} GPUs, {baselines} baselines")
+        counts = ((nodes, "node"), (gpus, "GPU"), (baselines, "baseline"))
+        show.echo("accepted: " + ", ".join(render.plural(*count) for count in counts))
         return
     from datetime import UTC, datetime
 

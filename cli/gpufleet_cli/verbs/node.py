@@ -39,11 +39,26 @@ def _all(document: Json, settings: Settings) -> str:
             f"{render.count(item, 'gpus', 'ok')}/{render.count(item, 'gpus', 'expected')}",
             render.age(item.get("age_s")),
             str(item.get("expectation") or "none"),
-            str(item.get("reason") or ""),
+            why(item),
         ]
         for item in render.items(document, "items")
     ]
     return "\n".join(render.table(columns, rows, limit_of(settings))) if rows else "no nodes yet"
+
+
+def why(item: render.Json) -> str:
+    """What is wrong with a node: its own worst finding, else the worst one of its cards."""
+    if item.get("reason"):
+        return str(item["reason"])
+    rule, index = render.get(item, "worst_card", "rule"), render.get(item, "worst_card", "gpu_index")
+    if rule:
+        others = render.count(item, "worst_card", "cards") - 1
+        on = f"{rule} on card {render.number(index)}" if index is not None else f"{rule} on a card"
+        return f"{on}, +{render.plural(others, 'card')}" if others else on
+    missing = render.count(item, "gpus", "no_data")
+    if item.get("state") == "unknown":
+        return f"no fresh data of {render.plural(missing, 'card')}" if missing else "no fresh data"
+    return ""
 
 
 def limit_of(settings: Settings) -> int:
@@ -107,6 +122,17 @@ def finding_lines(found: render.Json, settings: Settings, limit: int) -> list[st
     return ["", *render.table(columns, rows, limit)]
 
 
+UUID_LETTERS = 12
+"""Of a UUID where there is no room for all: enough for every command that takes a card."""
+
+
+def short_uuid(uuid: object, settings: Settings) -> str:
+    """A UUID, or its beginning on a screen that is narrower than the table would be."""
+    name = str(uuid)
+    narrow = limit_of(settings) < 120 and name.upper().startswith("GPU-")
+    return name[:UUID_LETTERS] if narrow else name
+
+
 CARD_COLUMNS = (
     Column("GPU", right=True), Column("STATE"), Column("UTIL %", right=True), Column("SM MHZ", right=True),
     Column("POWER W", right=True), Column("TEMP C", right=True), Column("PCIE"), Column("AGE", right=True),
@@ -134,8 +160,15 @@ def card_row(card: render.Json, settings: Settings) -> list[str]:
         render.number(render.get(values, "temperature_c")),
         f"{render.number(gen)}x{render.number(lanes)}" if gen is not None else "-",
         render.age(card.get("age_s")),
-        str(card.get("gpu_uuid") or card.get("serial") or card.get("pci") or ""),
+        short_uuid(card.get("gpu_uuid") or card.get("serial") or card.get("pci") or "", settings),
     ]
+
+
+_FACTS = {
+    "host": ("uptime_s", "load1", "cpus", "processes_blocked", "mem_available_bytes", "swap_used_bytes"),
+    "agent": ("pss_bytes", "spool_batches", "spool_bytes", "spool_oldest_s"),
+}
+"""What people look for in a probe that has many columns; of other probes every value is shown."""
 
 
 def _values(found: render.Json, limit: int) -> list[str]:
@@ -145,12 +178,14 @@ def _values(found: render.Json, limit: int) -> list[str]:
     if not isinstance(last, dict):
         return lines
     for probe, row in last.items():
-        pairs = [
-            f"{name}={render.brief(value)}"
+        values = {
+            name: value
             for name, value in row.get("values", {}).items()
-            if value not in (None, "") and not name.endswith("_total")
-        ]
-        if pairs:
-            text = f"{probe} ({render.age(row.get('age_s'))} old): {'  '.join(pairs)}"
+            if value not in (None, "") and (name == "uptime_s" or not name.endswith("_total"))
+        }
+        names = [name for name in _FACTS.get(probe, tuple(values)) if name in values]
+        if names:
+            facts = ", ".join(render.measured(name, values[name]) for name in names)
+            text = f"{probe}, {render.age(row.get('age_s'))} old: {facts}"
             lines.extend(render.wrap_line(text, limit, "  "))
     return ["", *lines] if lines else []

@@ -11,7 +11,8 @@ from gpufleet_cli import errors, render
 from gpufleet_cli.client import Client
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import Settings, options, settings_of
-from gpufleet_cli.show import echo
+from gpufleet_cli.show import echo, repeat
+from gpufleet_cli.verbs.node import limit_of
 
 QUERY_S = 30.0
 """The collector's own limit; our wait is a little longer, so that its text arrives."""
@@ -61,11 +62,20 @@ def sql(context: click.Context, query: str, limit: int, max_seconds: float) -> N
     if not query.strip():
         raise click.UsageError("the query is empty")
     _hint_about_files(query)
-    with Client(settings) as client:
+
+    def show(client: Client) -> None:
         result = ask(client, query, limit, max_seconds)
-    _PRINT[settings.output](result, settings)
-    if result.truncated:
-        click.echo(f"cut after {len(result.rows)} rows: narrow the query, or raise --limit", err=True)
+        if settings.watch and settings.output == "json":
+            echo(render.as_jsonl([_document(result)]), newline=False)
+        else:
+            _PRINT[settings.output](result, settings)
+        if result.truncated:
+            click.echo(f"cut after {len(result.rows)} rows: narrow the query, or raise --limit", err=True)
+
+    with Client(settings) as client:
+        if settings.watch:
+            repeat(settings, lambda: show(client))
+        show(client)
 
 
 def _hint_about_files(query: str) -> None:
@@ -105,7 +115,7 @@ def ask(client: Client, query: str, limit: int, max_seconds: float) -> Result:
 _NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 
 
-def _table(result: Result, _: Settings) -> None:
+def _table(result: Result, settings: Settings) -> None:
     columns = [
         render.Column(name, right=any(word in kind for word in _NUMBERS) and "[" not in kind)
         for name, kind in zip(result.columns, result.types, strict=True)
@@ -114,14 +124,20 @@ def _table(result: Result, _: Settings) -> None:
         echo(render.plain_if_needed("\n".join(str(row[1]) for row in result.rows)))
         return
     rows = [[render.text(cell) for cell in row] for row in result.rows]
-    echo("\n".join(render.table(columns, rows, limit=render.width())))
+    limit = limit_of(settings)
+    shown = render.table if render.fits(columns, limit) or not rows else render.records
+    echo("\n".join(shown(columns, rows, limit)))
 
 
 def _json(result: Result, _: Settings) -> None:
+    echo(render.as_json(_document(result)))
+
+
+def _document(result: Result) -> dict[str, object]:
     from datetime import UTC, datetime
 
     now = datetime.now(UTC).replace(tzinfo=None).isoformat() + "Z"
-    document = {
+    return {
         "api_version": "fleet/v1",
         "kind": "SqlResult",
         "generated_at": now,
@@ -131,7 +147,6 @@ def _json(result: Result, _: Settings) -> None:
         "truncated": result.truncated,
         "items": list(_objects(result)),
     }
-    echo(render.as_json(document))
 
 
 def _jsonl(result: Result, _: Settings) -> None:

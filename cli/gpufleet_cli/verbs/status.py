@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import click
 
+from gpufleet import hostlist
 from gpufleet_cli import render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.render import Column
@@ -100,7 +101,7 @@ def _collector(document: Json, limit: int) -> list[str]:
         parts.append(f"lag {render.number(lag, 1)} s")
     bare = render.count(document, "nodes", "without_gpus")
     if bare:
-        parts.append(f"+{bare} node{'s' if bare > 1 else ''} without GPUs")
+        parts.append(f"+{render.plural(bare, 'node')} without GPUs")
     lines = render.wrap_line("   ".join(parts), limit, "  ")
     if render.get(document, "collector", "warming_up"):
         lines.append(
@@ -172,22 +173,20 @@ def _extra(incident: render.Json) -> str:
 def _node_groups(document: Json, colored: bool, limit: int) -> list[str]:
     """One line per state, as `sinfo` does: the names are folded."""
     groups: dict[str, list[render.Json]] = {}
-    bare: list[str] = []
+    bare: list[render.Json] = []
     for item in render.items(document, "items"):
         if item.get("has_gpus"):
             groups.setdefault(str(item.get("state")), []).append(item)
         else:
-            bare.append(str(item.get("node")))
+            bare.append(item)
     rows = []
     for word in ("critical", "unknown", "degraded", "ok"):
         if word in groups:
-            oldest = max(
-                (_age_of(item) for item in groups[word]), key=lambda age: float("inf") if age is None else age
-            )
-            names = render.hostlist(str(item.get("node")) for item in groups[word])
-            rows.append([render.state(word, colored), str(len(groups[word])), render.age(oldest), names])
+            names = hostlist.fold(str(item.get("node")) for item in groups[word])
+            rows.append([render.state(word, colored), str(len(groups[word])), _oldest(groups[word]), names])
     if bare:
-        rows.append(["· without GPUs", str(len(bare)), "", render.hostlist(bare)])
+        names = hostlist.fold(str(item.get("node")) for item in bare)
+        rows.append(["· without GPUs", str(len(bare)), _oldest(bare), names])
     if not rows:
         return ["", "no nodes yet: start fleet-agent on a host, or fleet inventory import FILE.csv"]
     columns = [
@@ -197,6 +196,12 @@ def _node_groups(document: Json, colored: bool, limit: int) -> list[str]:
         Column("NAMES", fold=True),
     ]
     return ["", *render.table(columns, rows, limit)]
+
+
+def _oldest(nodes: Sequence[render.Json]) -> str:
+    """The age of the oldest data among some nodes; a node that was never heard is older than all."""
+    ages = [_age_of(item) for item in nodes]
+    return render.age(max(ages, key=lambda age: float("inf") if age is None else age))
 
 
 def _age_of(item: render.Json) -> float | None:
