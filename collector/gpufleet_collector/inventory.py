@@ -216,9 +216,15 @@ def import_csv(
     nodes = {card.node for card in wanted}
     pinned = Pinned(len(nodes), len(wanted), len(values))
     with store.transaction() as write:
+        strangers = _strangers(write, wanted, now)
         _pin(write, wanted, "accepted", author, now, reason)
         baselines.put(write, values)
-        _audit(write, now, author, source, "inventory import", f"{len(nodes)} nodes", reason, pinned, claimed)
+        target = f"{len(nodes)} nodes"
+        _audit(
+            write, now, author, source, "inventory import", target, reason, pinned, claimed, strangers
+        )  # fmt: skip
+    for node in strangers[:20]:
+        log.warning("inventory of %s imported, but it has none of the listed cards: is the list right?", node)
     return pinned
 
 
@@ -241,8 +247,8 @@ def read_cards(text: bytes) -> list[Expected]:
         text, {"node", "uuid", "serial", "pci", "model", "slot", "uuid|serial"}, ("node",)
     ):
         either = row.get("uuid|serial", "")
-        uuid = row.get("uuid", "") or (either if either.upper().startswith(("GPU-", "MIG-")) else "")
-        serial = row.get("serial", "") or (either if either != uuid else "")
+        uuid = _uuid(row.get("uuid", "") or (either if either.upper().startswith(("GPU-", "MIG-")) else ""))
+        serial = row.get("serial", "") or (either if not uuid or _uuid(either) != uuid else "")
         if serial.upper() in ("N/A", "NA", "0", "[N/A]", "NOT SUPPORTED"):
             serial = ""
         if not uuid and not serial:
@@ -283,7 +289,8 @@ def read_baselines(text: bytes, author: str, reason: str, at: datetime) -> list[
     seen: dict[tuple[str, str, str], int] = {}
     allowed = {"node", "entity", "key", "value", "spread", "n"}
     for line, row in _lines(text, allowed, ("node", "entity", "key", "value"), "baseline line"):
-        key = (row["node"], row["entity"], row["key"])
+        kind, _, card = row["entity"].partition(":")
+        key = (row["node"], f"{kind}:{_uuid(card)}" if kind == "gpu" else row["entity"], row["key"])
         if not all(key):
             raise InventoryError(f"baseline line {line}: node, entity and key must not be empty")
         if key in seen:
@@ -352,6 +359,12 @@ def _names(columns: set[str]) -> str:
     return ",".join(sorted(name for name in columns if "|" not in name))
 
 
+def _uuid(text: str) -> str:
+    """A card's UUID as drivers write it: the prefix in capitals, the digits not, whatever a list has."""
+    head, dash, rest = text.partition("-")
+    return f"{head.upper()}-{rest.lower()}" if dash and head.upper() in ("GPU", "MIG") else text
+
+
 def _address(line: int, text: str) -> str:
     """`dddd:bb:dd.f` of what people and tools write (00000000:1B:00.0, 1b:00.0)."""
     if not text:
@@ -373,6 +386,26 @@ def _seen(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: datetime) -
     cards = [Expected(*row) for row in rows]
     bare = sorted(set(nodes) - {card.node for card in cards})
     return cards + [Expected(node, None, None, None, None, None) for node in bare]
+
+
+def _strangers(read: duckdb.DuckDBPyConnection, wanted: Sequence[Expected], at: datetime) -> list[str]:
+    """Nodes that were heard lately and have none of the cards that are listed for them."""
+    names = sorted({card.node for card in wanted})
+    rows = read.execute(
+        "SELECT n.node, lower(i.uuid), lower(trim(i.serial)) FROM "
+        "(SELECT DISTINCT node FROM live.ledger WHERE received_at > ?::TIMESTAMP - INTERVAL 10 MINUTE "
+        "AND node IN (SELECT unnest(?::VARCHAR[]))) n "
+        "LEFT JOIN live.inventory i ON i.node = n.node AND i.kind = 'gpu' AND i.valid_to IS NULL",
+        [at, names],
+    ).fetchall()
+    there = {(node, name) for node, *both in rows for name in both if name}
+    found = {
+        card.node
+        for card in wanted
+        for name in (card.uuid, card.serial)
+        if name and (card.node, name.lower()) in there
+    }
+    return sorted({row[0] for row in rows} - found)
 
 
 def _pin(
@@ -402,15 +435,15 @@ def _audit(
     reason: str,
     pinned: Pinned,
     claimed: str,
+    strangers: Sequence[str] = (),
 ) -> None:
-    args: dict[str, str | int] = {
-        "reason": reason,
-        "nodes": pinned.nodes,
-        "gpus": pinned.gpus,
-        "baselines": pinned.baselines,
-    }
+    args: dict[str, object] = {
+        "reason": reason, "nodes": pinned.nodes, "gpus": pinned.gpus, "baselines": pinned.baselines
+    }  # fmt: skip
     if claimed:
         args["author"] = claimed
+    if strangers:
+        args["none_of_the_listed_cards_seen_on"] = list(strangers[:100])
     write.execute(
         "INSERT INTO live.audit (logged_at, actor, source, verb, target, args, result) "
         "VALUES (?, ?, ?, ?, ?, ?, 'ok')",
@@ -434,7 +467,9 @@ sweep as (
     group by node
 ),
 answering as (
-    select g.node, count(*) filter (g.state = 'ok' and i.gpu_uuid is not null) as cards
+    -- a row may be there twice
+    select g.node, count(*) as rows, count(distinct hash(g.gpu_uuid, g.pci)) as listed,
+           count(distinct i.gpu_uuid) filter (g.state = 'ok') as cards
     from gpu g join sweep s on s.node = g.node and s.ts = g.ts
     left join inventory_at($as_of) i on i.node = g.node and i.gpu_uuid = g.gpu_uuid
     where g.ts > $as_of - interval 60 second
@@ -446,7 +481,7 @@ pci_sweep as (
     group by node
 ),
 bus as (
-    select p.node, count(*) as cards
+    select p.node, count(distinct p.pci) as cards
     from pci p join pci_sweep s on s.node = p.node and s.ts = p.ts
     where p.ts > $as_of - interval 5 minute and p.device_kind = 'gpu'
       and coalesce(p.vendor_id, '10de') = '10de' and coalesce(p.bound_driver, '') <> 'vfio-pci'
@@ -468,8 +503,8 @@ left join answering a using (node)
 left join listed l using (node)
 left join bus b using (node)
 where s.ok and h.complete <> 'false'
-  and coalesce(a.cards, 0) = s.rows and coalesce(l.cards, 0) = s.rows
-  and (b.cards is null or b.cards = s.rows)
+  and coalesce(a.rows, 0) = s.rows and coalesce(a.cards, 0) = coalesce(a.listed, 0)
+  and coalesce(l.cards, 0) = coalesce(a.cards, 0) and (b.cards is null or b.cards = coalesce(a.cards, 0))
 order by f.node
 """
 

@@ -63,6 +63,12 @@ DENIED_FUNCTIONS = _words("""
 """)
 """They touch settings, sequences or the process, or take plans and states made of the caller's bytes."""
 
+GROWING_FUNCTIONS = _words("""
+    repeat lpad rpad array_resize list_resize range generate_series
+""")
+"""They make one value as large as a number says, outside of the engine's memory limit, and cannot be
+interrupted while they do. In FROM, `range` and `generate_series` give rows and stay."""
+
 DENIED_TABLES = _words("pg_settings duckdb_logs duckdb_databases pragma_database_list")
 
 _FILE = re.compile(
@@ -201,7 +207,9 @@ def _names(cursor: duckdb.DuckDBPyConnection) -> tuple[frozenset[str], frozenset
             scalars.add(name.lower())
         elif kind == "table_macro" and not internal:
             tables.add(name.lower())
-    return frozenset(scalars - DENIED_FUNCTIONS | {"unnest"}), frozenset(tables - DENIED_FUNCTIONS)
+    return frozenset(scalars - DENIED_FUNCTIONS - GROWING_FUNCTIONS | {"unnest"}), frozenset(
+        tables - DENIED_FUNCTIONS
+    )
 
 
 class _Walk:
@@ -251,6 +259,8 @@ class _Walk:
         if name and name not in self._scalars:
             if name in DENIED_FUNCTIONS:
                 raise Refused(f"function {name} is refused: it reads or changes more than tables")
+            if name in GROWING_FUNCTIONS:
+                raise Refused(f"function {name} is refused: it makes values of any size")
             raise Refused(f"function {name} does not exist here, or may not be called")
 
     def _table_function(self, node: object) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import duckdb
 
 from gpufleet.metric import Type
+from gpufleet_collector.standard import STANDARD
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,10 @@ class Store:
             cursor.close()
 
     def refused(self, probe: str, columns: Sequence[Column]) -> dict[str, str]:
-        """Which of an agent's columns cannot be stored, and why; the name "" stands for the whole probe."""
+        """Which of an agent's columns cannot be stored, and why; the name "" stands for the whole probe.
+
+        A column that rules read has its type from `STANDARD`, any other from the first agent that names it.
+        """
         if probe in self.reserved or probe.startswith(_TAKEN_PREFIXES):
             return {"": "reserved_name"}
         known = self.tables.get(probe)
@@ -225,8 +229,11 @@ class Store:
             known = {}
         refused = {}
         room = MAX_TABLE_COLUMNS - len(known)
+        standard = STANDARD.get(probe, {})
         for column in columns:
-            if column.name not in known:
+            if column.name not in known and standard.get(column.name, column.type) is not column.type:
+                refused[column.name] = "type_conflict"
+            elif column.name not in known:
                 room -= 1
                 if room < 0:
                     refused[column.name] = "too_many_columns"
@@ -322,6 +329,17 @@ _LOG_MIB = 64
 """The log is moved into the file at this size: half the work of the engine's 16 MiB, no longer stalls."""
 
 
+_MOST_MEMORY_MIB = 8192
+
+
+def _memory_mib() -> int:
+    """Memory of the engine, MiB: half of what this process may have, so that a query never takes the host."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no group, or "max"
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(256, min(_MOST_MEMORY_MIB, (memory >> 20) // 2))
+
+
 def _connect(path: Path | None) -> duckdb.DuckDBPyConnection:
     log_mib = _LOG_MIB
     if path is not None and path.parent.is_dir():
@@ -331,6 +349,7 @@ def _connect(path: Path | None) -> duckdb.DuckDBPyConnection:
         "storage_compatibility_version": "v1.5.0",  # both majors read it
         "checkpoint_threshold": f"{log_mib}MiB",
         "threads": max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)),
+        "memory_limit": f"{_memory_mib()}MiB",
     }
     return duckdb.connect(str(path) if path else ":memory:", config=config)
 

@@ -195,6 +195,8 @@ def test_a_rolled_back_table_is_not_remembered() -> None:
     assert store.tables == {"p": {"a": Type.F64, "b": Type.STRING}}
     assert store.refused("p", [column("a", Type.I64), column("c")]) == {"a": "type_conflict"}
     assert store.refused("ledger", []) == {"": "reserved_name"}
+    wrong = [column("util_pct", Type.STRING), column("power_w"), column("site_own", Type.STRING)]
+    assert store.refused("gpu", wrong) == {"util_pct": "type_conflict"}, "also when it is the first to say so"
     store.close()
 
 

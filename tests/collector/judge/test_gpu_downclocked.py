@@ -235,3 +235,84 @@ def test_hung_card_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     card.state = "hung"
     minutes(fleet, judge, 2)
     assert fleet.find(RULE, card.entity)[:2] == ("n/a", "hung")
+
+
+@pytest.mark.parametrize("counter", ["brake_s", "heat_s"])
+def test_reset_within_a_driver_start_is_not_hours_of_brake(
+    fleet: "Fleet", judge: Judge, counter: str
+) -> None:
+    """9000 s, then 0, then a little growth: only what surely grew counts."""
+    card = fleet.add("gpu-001").cards[2]
+    setattr(card, counter, 9000.0)
+    fleet.run(60, judge)
+    setattr(card, counter, 0.0)
+    fleet.run(10, judge)
+    assert fleet.findings() == []
+    for _ in range(6):
+        setattr(card, counter, getattr(card, counter) + 0.02)
+        fleet.run(5, judge)
+    assert [row[2:4] for row in fleet.findings()] == [("firing", "warn")]
+    seconds = fleet.sql("SELECT observed FROM finding")[0][0]
+    assert isinstance(seconds, float)
+    assert 0 < seconds <= 0.13
+
+
+@pytest.mark.parametrize("bad", [99999.0, 0.0])
+@pytest.mark.parametrize("ticks", [1, 3])
+def test_bad_samples_of_a_counter_raise_nothing(fleet: "Fleet", judge: Judge, bad: float, ticks: int) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.brake_s = 500.0
+    fleet.run(60, judge)
+    card.brake_s = bad
+    fleet.run(5 * ticks, judge)
+    card.brake_s = 500.0
+    fleet.run(60, judge)
+    assert fleet.sql("SELECT 1 FROM finding") == []
+    for _ in range(2):
+        card.brake_s += 0.5
+        fleet.run(5, judge)
+    assert fleet.find(RULE, card.entity)[:2] == ("warn", "power_brake"), "true growth is still seen"
+    seconds = fleet.sql("SELECT observed FROM finding")[0][0]
+    assert isinstance(seconds, float)
+    assert seconds <= 1
+
+
+def test_a_power_cap_counter_that_was_reset_excuses_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock, card.cap_s = 1500.0, 9000.0
+
+    def tick(fleet: "Fleet") -> None:
+        card.cap_s = 9000.0 if fleet.at.second < 30 else 0.0
+
+    fleet.each_tick = tick
+    minutes(fleet, judge, 2)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "no_reason")
+
+
+def test_samples_sent_twice_hide_no_brake(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    fleet.run(30, judge)
+    for _ in range(2):
+        card.brake_s += 0.5
+        fleet.run(5)
+        with fleet.store.transaction() as write:
+            write.execute("INSERT INTO live.gpu SELECT * FROM live.gpu WHERE ts = ?", [fleet.at])
+        judge.run_pass(fleet.at)
+    assert [row[2:] for row in fleet.findings()] == [("firing", "warn", "power_brake")]
+
+
+def test_a_busy_card_without_a_clock_is_unknown(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    minutes(fleet, judge, 2)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.gpu SET sm_clock_mhz = NULL WHERE gpu_uuid = ?", [card.uuid])
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "no_clock")
+
+
+def test_a_card_without_brake_counters_is_judged_by_its_clock(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.clock = 1500.0
+    minutes(fleet, judge, 2)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.gpu SET hw_brake_s_total = NULL, hw_thermal_s_total = NULL")
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "no_reason")

@@ -1,5 +1,6 @@
 """What should be there: learned, accepted, imported; and what differs."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -216,3 +217,51 @@ def test_diff_names_missing_moved_replaced_extra(fleet: "Fleet", judge: Judge) -
     assert [one.kind for one in inventory.diff(fleet.store, "gpu-002", at + timedelta(seconds=1))] == [
         "extra"
     ]
+
+
+def test_rows_sent_twice_are_one_card(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=2, expect=None)
+    fleet.run(5)
+    with fleet.store.transaction() as write:
+        for table in ("gpu", "pci"):
+            write.execute(f"INSERT INTO live.{table} SELECT * FROM live.{table}")
+        write.execute("UPDATE live.agent SET rows = 4 WHERE probe = 'gpu'")
+    judge.run_pass(fleet.at)
+    assert [row[1] for row in expected(fleet)] == [card.uuid for card in node.cards]
+    cards = fleet.sql(
+        f"SELECT gpu_uuid, state FROM cards_at(TIMESTAMP '{fleet.at}', '2 minutes') ORDER BY ALL"
+    )
+    assert cards == [(card.uuid, "ok") for card in node.cards]
+    node_row = fleet.sql(
+        f"SELECT gpus_ok, gpus_expected, gpus_extra FROM nodes_at(TIMESTAMP '{fleet.at}', '2 minutes')"
+    )
+    assert node_row == [(2, 2, 0)]
+    assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+
+
+@pytest.mark.parametrize("shape", [str.upper, str.lower, str.title])
+def test_a_list_may_write_identities_in_any_case(
+    fleet: "Fleet", judge: Judge, shape: Callable[[str], str]
+) -> None:
+    node = fleet.add("gpu-001", gpus=2, expect=None)
+    fleet.at += timedelta(seconds=1)
+    text = HEAD + f"gpu-001,{shape(node.cards[0].uuid)},,,\ngpu-001,,  {node.cards[1].serial} ,,\n"
+    import_csv(fleet.store, text.encode(), b"", "ann", "", fleet.at)
+    fleet.run(60, judge)
+    assert fleet.findings() == []
+    assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+    assert fleet.find("gpu_missing", node.cards[1].entity)[:2] == ("ok", "present")
+    assert inventory.diff(fleet.store, at=fleet.at) == []
+
+
+def test_a_list_of_other_cards_is_told_in_the_audit(
+    fleet: "Fleet", judge: Judge, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = fleet.add("gpu-001", gpus=1, expect=None)
+    fleet.add("gpu-002", gpus=1, expect=None)
+    fleet.run(10)
+    text = HEAD + f"gpu-001,{right.cards[0].uuid},,,\ngpu-002,GPU-else,,,\ngpu-003,GPU-later,,,\n"
+    import_csv(fleet.store, text.encode(), b"", "ann", "", fleet.at)
+    told = fleet.sql("SELECT args->>'$.none_of_the_listed_cards_seen_on' FROM audit")
+    assert told == [('["gpu-002"]',)], "gpu-003 is not on yet"
+    assert "gpu-002" in caplog.text

@@ -318,3 +318,14 @@ def test_silent_for_long_is_still_dated(fleet: "Fleet", judge: Judge, noted: boo
     verdict, code, evidence_at, reason = fleet.find("agent_silent")
     assert (verdict, code, evidence_at) == ("crit", "silent", heard_at + timedelta(seconds=600))
     assert "nothing received for 1200 s" in reason
+
+
+def test_an_agent_cannot_make_old_values_fresh(fleet: "Fleet", judge: Judge) -> None:
+    """It says itself how often it samples; a huge interval would keep a dead card well for ever."""
+    node = fleet.add("gpu-001", gpus=1)
+    fleet.run(5)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.probe SET interval_s = 9e8")
+    node.up = False
+    state = f"SELECT state FROM cards_at(TIMESTAMP '{fleet.at + timedelta(minutes=16)}', '1 day')"
+    assert fleet.sql(state) == [("unknown",)]

@@ -16,7 +16,16 @@ from gpufleet_collector import limits
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeOptions, JudgeSettings, Limit, RuleOverride, Scope
-from gpufleet_collector.rules import DESCRIBED, NO_PROBE, install, load_rules, parse_rule, seconds
+from gpufleet_collector.rules import (
+    DESCRIBED,
+    GPU_COLUMNS,
+    NO_PROBE,
+    install,
+    load_rules,
+    parse_rule,
+    seconds,
+)
+from gpufleet_collector.standard import STANDARD
 from gpufleet_collector.store import LIVE, Column, Store
 
 if TYPE_CHECKING:
@@ -314,3 +323,8 @@ def test_rules_run_at_their_own_pace_also_over_a_restart(fleet: "Fleet", store: 
             judge = Judge(store, settings, rules=two)
         ran.append(any(run.rule == "clock_skew" for run in judge.run_pass(fleet.at).runs))
     assert ran == [True, False, False, True] + [False, False, False, True] * 2
+
+
+def test_types_that_rules_rely_on_are_those_of_the_standard_probes(store: Store) -> None:
+    assert store.tables == STANDARD, "the store of this folder was made from what agents declare"
+    assert GPU_COLUMNS.items() <= STANDARD["gpu"].items()

@@ -86,6 +86,11 @@ REFUSED = [
     ";",
     "-- nothing",
     "select 1; select 2",
+    "select repeat('x', 1500000000)",
+    "select len(rpad('', 1500000000, 'x'))",
+    "select len(lpad('', 1500000000, 'x'))",
+    "select len(list_resize([1], 1500000000))",
+    "select len(range(1500000000)), len(generate_series(1, 1500000000))",
     "select 1; drop table live.event",
     "insert into live.event select * from live.event",
     "delete from live.event",
@@ -297,10 +302,20 @@ def test_no_caller_raises_the_cap(store: Store) -> None:
 
 
 def test_bytes_are_capped_and_chunks_small(store: Store) -> None:
-    answer = sandbox.run(store, "select repeat('x', 100000) from range(2000)")
+    answer = sandbox.run(
+        store, "select s from (select string_agg('xxxxxxxxxx', '') as s from range(10000)), range(2000)"
+    )
     assert answer.truncated
     assert sum(map(len, answer.chunks)) <= sandbox.MAX_BYTES + sandbox.CHUNK_BYTES
     assert max(map(len, answer.chunks)) <= sandbox.CHUNK_BYTES + 100_100
+
+
+def test_memory_of_the_engine_is_bounded(store: Store) -> None:
+    with store.reader() as read:
+        limit = read.execute("SELECT current_setting('memory_limit')").fetchone()
+    assert limit is not None
+    number, unit = str(limit[0]).split()
+    assert float(number) * {"MiB": 1, "GiB": 1024}[unit] <= 8192
 
 
 @pytest.mark.parametrize(

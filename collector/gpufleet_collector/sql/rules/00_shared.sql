@@ -5,8 +5,25 @@
 create or replace macro bench_key(bench, version, convention, params_hash, link) as
     concat_ws('/', bench, coalesce(version, ''), coalesce(convention, ''), coalesce(params_hash, ''), coalesce(link, ''));
 
--- How long a value stays good: three intervals of its probe, at least 30 s.
-create or replace macro fresh_s(interval_s) as greatest(3 * coalesce(interval_s, 0), 30);
+-- How long a value stays good: three intervals of its probe, at least 30 s. An agent says its intervals itself: no more
+-- than five minutes are believed, else a dead card would stay well for as long as its agent likes.
+create or replace macro fresh_s(interval_s) as greatest(3 * least(coalesce(interval_s, 0), 300), 30);
+
+-- Growth of a counter of seconds between two samples. It cannot grow faster than time (10 % and half a second are for
+-- clocks that do not agree): a step that does, or one down, is a reset or a bad sample and counts 0.
+create or replace macro counter_step(newer, older, elapsed_s) as
+    case when newer is null or older is null then null
+         when newer > older and newer - older <= 1.1 * elapsed_s + 0.5 then newer - older else 0 end;
+
+-- The same over a span of samples, of which some may be bad: 0 when it fell anywhere on the way.
+create or replace macro counter_span(lowest, first_value, last_value, highest, elapsed_s) as
+    case when lowest = first_value and highest = last_value then counter_step(last_value, first_value, elapsed_s)
+         when lowest is not null then 0 end;
+
+-- The step to the newest of [{ts, s}, ...], newest first, from the one before it.
+create or replace macro newest_step(samples) as
+    counter_step(samples[1].s, list_filter(samples, lambda x: x.ts < samples[1].ts)[1].s,
+                 epoch(samples[1].ts - list_filter(samples, lambda x: x.ts < samples[1].ts)[1].ts));
 
 -- The expectation that holds at as_of: a node's newest accepted set, else its learned one.
 -- A node that should have no card is one row without uuid and serial.
@@ -34,7 +51,7 @@ create or replace macro card_list(as_of) as table
 with known as (
     select node, uuid as gpu_uuid,
            bool_or(valid_to is null or valid_to > as_of)     as installed,
-           max_by(nullif(serial, ''), valid_from)            as serial,
+           max_by(nullif(trim(serial), ''), valid_from)      as serial,
            max_by(nullif(pci, ''), valid_from)               as pci,
            max_by(nullif(slot, ''), valid_from)              as slot,
            max_by(nullif(model, ''), valid_from)             as model,
@@ -44,7 +61,7 @@ with known as (
     group by node, uuid
 ),
 wanted as (
-    select node, nullif(uuid, '') as uuid, nullif(serial, '') as serial, nullif(pci, '') as pci,
+    select node, nullif(uuid, '') as uuid, nullif(trim(serial), '') as serial, nullif(pci, '') as pci,
            nullif(model, '') as model, nullif(slot, '') as slot, state
     from expected_at(as_of)
     where coalesce(nullif(uuid, ''), nullif(serial, '')) is not null
@@ -62,14 +79,14 @@ select coalesce(k.node, w.node)                                 as node,
        coalesce(k.installed, false)                             as installed,
        coalesce(w.state, 'none')                                as expectation
 from known k
-full join (from wanted where uuid is not null) w on w.node = k.node and w.uuid = k.gpu_uuid
+full join (from wanted where uuid is not null) w on w.node = k.node and lower(w.uuid) = lower(k.gpu_uuid)
 where w.node is not null
-   or k.installed and not exists (from by_serial b where b.node = k.node and b.serial = k.serial)
+   or k.installed and not exists (from by_serial b where b.node = k.node and lower(b.serial) = lower(k.serial))
 union all
 select b.node, k.gpu_uuid, 'gpu:' || coalesce(k.gpu_uuid, 'serial/' || b.serial), b.serial, coalesce(k.pci, b.pci),
        b.pci, coalesce(k.slot, b.slot), coalesce(k.model, b.model), k.gpu_index, coalesce(k.installed, false), b.state
 from by_serial b
-left join known k on k.node = b.node and k.serial = b.serial;
+left join known k on k.node = b.node and lower(k.serial) = lower(b.serial);
 
 -- Every node that is expected or has said hello by as_of. expected_gpus is NULL without an expectation.
 create or replace macro node_list(as_of) as table
@@ -119,7 +136,9 @@ with newest as (
     group by node, gpu_uuid
 ),
 sample as (
-    select g.* replace (least(g.ts, g.received_at) as received_at), g.received_at as arrived_at
+    -- a sample may have been sent twice
+    select distinct on (g.node, g.gpu_uuid)
+           g.* replace (least(g.ts, g.received_at) as received_at), g.received_at as arrived_at
     from gpu_samples() g
     join newest n on n.node = g.node and n.gpu_uuid = g.gpu_uuid and n.ts = g.ts
     where g.ts > as_of - lookback::interval and g.ts <= as_of

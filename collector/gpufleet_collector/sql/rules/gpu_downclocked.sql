@@ -45,6 +45,7 @@ recent as (
 -- The newest whole minute.
 busy as (
     select r.node, r.gpu_uuid, r.ts, r.util_pct, r.sm_clock_mhz, r.clock_reasons, r.power_cap_s_total, c.window_s,
+           r.util_pct >= c.busy_pct                            as loaded,
            r.util_pct >= c.busy_pct and r.sm_clock_mhz is not null as busy
     from recent r join card c on c.node = r.node and c.gpu_uuid = r.gpu_uuid
     where epoch(r.ts) >= c.until_s - c.window_s and epoch(r.ts) < c.until_s
@@ -53,11 +54,13 @@ minute as (
     select node, gpu_uuid,
            count(*)                                    as samples,
            count(util_pct)                             as utils,
+           count(*) filter (loaded)                    as loaded,
            count(*) filter (busy)                      as busy,
            avg(sm_clock_mhz) filter (busy)             as clock,
            bit_or(clock_reasons) filter (busy)         as reasons,
            greatest(count(*) filter (busy and clock_reasons & 4 > 0) / count(*) filter (busy),
-                    (max(power_cap_s_total) - min(power_cap_s_total)) / any_value(window_s)) as cap_share,
+                    counter_span(min(power_cap_s_total), min_by(power_cap_s_total, ts), max_by(power_cap_s_total, ts),
+                                 max(power_cap_s_total), any_value(window_s)) / any_value(window_s)) as cap_share,
            -- clocks that people (2), a group of cards (16) or a display (256) have set
            count(*) filter (busy and clock_reasons & 274 > 0) / count(*) filter (busy) as set_share,
            max(ts) filter (busy)                       as busy_at,
@@ -65,29 +68,42 @@ minute as (
     from busy
     group by node, gpu_uuid
 ),
--- Growth of the hardware's own counters; another boot or driver start begins anew.
+-- Growth of the hardware's own counters; another boot or driver start begins anew. The same sample may be there twice.
 newest as (
     select node, gpu_uuid, boot_id, driver_epoch, max(ts) as ts, max_by(state, ts) as state,
-           max_by(hw_brake_s_total, ts, 2) as brake, max_by(hw_thermal_s_total, ts, 2) as heat
+           max_by({'ts': ts, 's': hw_brake_s_total}, ts, 4) filter (hw_brake_s_total is not null)     as brake,
+           max_by({'ts': ts, 's': hw_thermal_s_total}, ts, 4) filter (hw_thermal_s_total is not null) as heat
     from recent
     group by node, gpu_uuid, boot_id, driver_epoch
 ),
 last_sample as (
     select node, gpu_uuid, max(ts) as ts, max_by(state, ts) as state, max_by(boot_id, ts) as boot_id,
-           max_by(brake[1] - brake[2], ts) as brake_s, max_by(heat[1] - heat[2], ts) as heat_s
+           max_by(newest_step(brake), ts) as brake_s, max_by(newest_step(heat), ts) as heat_s
     from newest
     group by node, gpu_uuid
 ),
 growing as (select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0),
+-- Ten minutes, minute by minute: growth inside each, and from the last sample of one to the first of the next.
+by_minute as (
+    select node, gpu_uuid, boot_id, driver_epoch, min(ts) as from_at, max(ts) as to_at,
+           min(hw_brake_s_total) as brake_low, max(hw_brake_s_total) as brake_high,
+           min_by(hw_brake_s_total, ts) as brake_first, max_by(hw_brake_s_total, ts) as brake_last,
+           min(hw_thermal_s_total) as heat_low, max(hw_thermal_s_total) as heat_high,
+           min_by(hw_thermal_s_total, ts) as heat_first, max_by(hw_thermal_s_total, ts) as heat_last
+    from gpu semi join growing using (node, gpu_uuid)
+    where ts > as_of - interval 10 minute and ts <= as_of
+    group by node, gpu_uuid, boot_id, driver_epoch, floor(epoch(ts) / 60)
+),
 slowed as (
     select node, gpu_uuid, sum(brake_s) as brake_s, sum(heat_s) as heat_s
     from (
         select node, gpu_uuid,
-               max(hw_brake_s_total) - min(hw_brake_s_total)     as brake_s,
-               max(hw_thermal_s_total) - min(hw_thermal_s_total) as heat_s
-        from gpu semi join growing using (node, gpu_uuid)
-        where ts > as_of - interval 10 minute and ts <= as_of
-        group by node, gpu_uuid, boot_id, driver_epoch
+               coalesce(counter_span(brake_low, brake_first, brake_last, brake_high, epoch(to_at - from_at)), 0)
+               + coalesce(counter_step(brake_first, lag(brake_last) over w, epoch(from_at - lag(to_at) over w)), 0) as brake_s,
+               coalesce(counter_span(heat_low, heat_first, heat_last, heat_high, epoch(to_at - from_at)), 0)
+               + coalesce(counter_step(heat_first, lag(heat_last) over w, epoch(from_at - lag(to_at) over w)), 0)   as heat_s
+        from by_minute
+        window w as (partition by node, gpu_uuid, boot_id, driver_epoch order by from_at)
     )
     group by node, gpu_uuid
 ),
@@ -110,7 +126,7 @@ model_peers as (
 ),
 judged as (
     select c.*, m.* exclude (node, gpu_uuid), s.ts as newest_at, s.state, s.brake_s, s.heat_s,
-           w.brake_s as brake_10m, w.heat_s as heat_10m, y.reason as why_null,
+           greatest(w.brake_s, s.brake_s) as brake_10m, greatest(w.heat_s, s.heat_s) as heat_10m, y.reason as why_null,
            coalesce(c.own, if(h.n >= 5, h.clock, null), if(p.n >= 5, p.clock, null)) as want,
            case when c.own is not null then 'own baseline' when h.n >= 5 then 'cards of its host'
                 when p.n >= 5 then 'cards of its model' end                as against,
@@ -134,6 +150,7 @@ named as (
                 when samples is null                                      then 'no_samples'
                 when utils = 0 and coalesce(why_null, '') = 'not_supported' then 'no_utilisation'
                 when utils = 0                                            then 'unreadable'
+                when busy = 0 and loaded >= busy_share * samples          then 'no_clock'
                 when busy = 0 or busy < busy_share * samples              then 'idle'
                 when want is null                                         then 'no_expectation'
                 when clock >= warn_ratio * want                           then 'at_clock'
@@ -147,7 +164,7 @@ named as (
     from judged
 )
 select node, entity,
-       case when code in ('no_samples', 'unreadable')                                    then 'unknown'
+       case when code in ('no_samples', 'unreadable', 'no_clock')                        then 'unknown'
             when code in ('hung', 'lost', 'no_utilisation', 'idle', 'no_expectation')    then 'n/a'
             when code in ('at_clock', 'power_cap', 'clock_set')                          then 'ok'
             when greatest(brake_s, heat_s) > 0                        then if(hw_10m >= hw_share, 'crit', 'warn')
@@ -165,6 +182,7 @@ select node, entity,
             when code in ('hung', 'lost') then 'the card does not answer'
             when code = 'no_utilisation' then 'utilisation is not available on this card'
             when code = 'unreadable' then 'utilisation cannot be read'
+            when code = 'no_clock' then 'the clock cannot be read'
             when code = 'idle' then 'not under load'
             when code = 'no_expectation' then format('{:.0f} MHz under load; no baseline and only {} loaded cards of its model', clock, n_peers)
             else format('{:.0f} of {:.0f} MHz ({}) over {} under load{}', clock, want, against,

@@ -39,7 +39,7 @@ gpu_sweep as (
     where r.probe = 'gpu' and r.ok and coalesce(g.n, 0) >= coalesce(r.rows, 0)
     group by r.node
 ),
-seen as (select g.* from recent g join gpu_sweep s on s.node = g.node and s.ts = g.ts),
+seen as (select distinct g.* from recent g join gpu_sweep s on s.node = g.node and s.ts = g.ts),
 pci_sweep as (select node, max(ts) as ts from run where probe = 'pci' and ok group by node),
 bus as (
     select p.node, p.pci, any_value(nullif(p.gpu_uuid, '')) as gpu_uuid, bool_and(coalesce(p.present, true)) as present
