@@ -130,12 +130,14 @@ class Outcome:
     Attributes:
         welcome: Sessions whose hello is in the store; their `node` is set.
         replaced: Sessions whose place a newer stream took.
+        refused: Sessions whose certificate does not allow what their hello says, and why.
         acks: session -> lane -> numbers that are in the store for good.
         rows: Rows stored.
     """
 
     welcome: list[Session] = field(default_factory=list)
     replaced: list[Session] = field(default_factory=list)
+    refused: dict[Session, str] = field(default_factory=dict)
     acks: dict[Session, dict[int, list[int]]] = field(default_factory=dict)
     rows: int = 0
 
@@ -231,6 +233,7 @@ class Commits:
                 part = self._commit([item], {id(item): f"{type(alone).__name__}: {alone}"})
             whole.welcome += part.welcome
             whole.replaced += part.replaced
+            whole.refused.update(part.refused)
             whole.rows += part.rows
             for session, lanes in part.acks.items():
                 for lane, numbers in lanes.items():
@@ -278,6 +281,11 @@ class Commits:
     def _hello(self, write: duckdb.DuckDBPyConnection, session: Session, work: _Work) -> None:
         hello, claim = session.hello, session.claim
         at_us = hello.received.wall_us
+        refused = self._identities.refused(claim, self.alive)
+        if refused:
+            session.open = False
+            work.outcome.refused[session] = refused
+            return
         decision = self._identities.decide(claim, self.alive, at_us)
         self._identities.store(write, decision)
         node = decision.machine.node
@@ -287,7 +295,7 @@ class Commits:
             other = decision.machine.conflict
             log.warning("%s: is filed as %s: %s runs under that name or machine id", claim.name, node, other)
             detail = _json({"claimed": claim.name, "machine_id": claim.machine_id, "with": other})
-            message = f"{claim.name} is claimed by two machines: {node} and {other}"
+            message = f"two machines use the name {claim.name} or one machine id: {node} and {other}"
             work.events.append(
                 EventRow(
                     at_us, at_us, node, claim.boot_id, "identity_conflict", message=message, detail=detail
