@@ -165,7 +165,7 @@ class Store:
                 self._connection.execute("COMMIT")
             except BaseException as error:
                 if _gave_up(error):
-                    self._give_up(error)
+                    self.give_up(error)
                     raise StoreBroken(self.broken) from error
                 with suppress(duckdb.Error):
                     self._connection.execute("ROLLBACK")
@@ -173,8 +173,9 @@ class Store:
                     self.tables = _probe_tables(self._connection)
                 raise
 
-    def _give_up(self, error: BaseException) -> None:
-        self.broken = " ".join(str(error).split())[:500]
+    def give_up(self, error: BaseException) -> None:
+        """Refuse everything until `reopen`: the engine is in a state in which nothing gets stored."""
+        self.broken = " ".join(str(error).split())[:500] or type(error).__name__
         if self.broken != self._told:
             self._told = self.broken
             log.error("store: %s: must be opened again: %s", self.path, self.broken)
@@ -194,7 +195,7 @@ class Store:
                 log.debug("store: checkpoint put off: %s", error)
             except duckdb.Error as error:
                 if _gave_up(error):
-                    self._give_up(error)
+                    self.give_up(error)
                     raise StoreBroken(self.broken) from error
                 raise
 
