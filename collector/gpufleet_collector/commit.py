@@ -186,7 +186,19 @@ class Commits:
         self.load()
 
     def load(self) -> None:
-        """Read from the store what memory mirrors."""
+        """Read from the store what memory mirrors.
+
+        Raises:
+            StoreBroken: The file is damaged: `Store.reopen` begins a new one.
+        """
+        try:
+            self._load()
+        except duckdb.Error as error:
+            if self._store.spoiled(error):
+                raise StoreBroken(self._store.broken) from error
+            raise
+
+    def _load(self) -> None:
         with self._store.reader() as read:
             self._identities.load(read)
             self._ledger.load(read)
