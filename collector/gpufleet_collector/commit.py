@@ -6,6 +6,7 @@ that changes the table, and is read again from it when that transaction fails.
 """
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ log = logging.getLogger(__name__)
 
 MAX_EVENTS = 8192
 """Of one body."""
+
+PAUSES_S = (0.1, 0.4, 1.0)
+"""Before a commit that failed through no fault of what it holds is tried again."""
 
 _TOLD_EVERY_US = 600_000_000
 _MAX_SHAPES = 4096
@@ -130,12 +134,14 @@ class Outcome:
     Attributes:
         welcome: Sessions whose hello is in the store; their `node` is set.
         replaced: Sessions whose place a newer stream took.
+        refused: Sessions whose certificate does not allow what their hello says, and why.
         acks: session -> lane -> numbers that are in the store for good.
         rows: Rows stored.
     """
 
     welcome: list[Session] = field(default_factory=list)
     replaced: list[Session] = field(default_factory=list)
+    refused: dict[Session, str] = field(default_factory=dict)
     acks: dict[Session, dict[int, list[int]]] = field(default_factory=dict)
     rows: int = 0
 
@@ -180,7 +186,19 @@ class Commits:
         self.load()
 
     def load(self) -> None:
-        """Read from the store what memory mirrors."""
+        """Read from the store what memory mirrors.
+
+        Raises:
+            StoreBroken: The file is damaged: `Store.reopen` begins a new one.
+        """
+        try:
+            self._load()
+        except duckdb.Error as error:
+            if self._store.spoiled(error):
+                raise StoreBroken(self._store.broken) from error
+            raise
+
+    def _load(self) -> None:
         with self._store.reader() as read:
             self._identities.load(read)
             self._ledger.load(read)
@@ -199,38 +217,63 @@ class Commits:
     def commit(self, items: Sequence[Item]) -> Outcome:
         """Store everything, in one transaction where possible; then memory, then the outcome.
 
-        A batch that the engine refuses goes to quarantine alone: the others are stored without it.
+        A batch that the engine refuses for what it holds goes to quarantine alone: the others are stored
+        without it. An engine without memory, or one that lost a race, is asked again, and nothing is
+        acknowledged on its word.
 
         Raises:
             StoreBroken: Nothing is known about any of it. `load` after `Store.reopen`, then commit again: the
                 ledger knows what had been stored.
         """
         try:
-            return self._commit(items, {})
+            return self._patiently(items, {})
         except StoreBroken:
             raise
-        except Exception as error:
+        except Exception:
             log.exception("commit of %d items failed; each is tried alone", len(items))
-            self.load()
-            return self._one_by_one(items, error)
+            return self._one_by_one(items)
 
-    def _one_by_one(self, items: Sequence[Item], error: Exception) -> Outcome:
+    def _patiently(self, items: Sequence[Item], poison: Mapping[int, str]) -> Outcome:
+        """Commit; again after a pause while the failure says nothing about the items.
+
+        Raises:
+            StoreBroken: It went on failing.
+            Exception: The items are what is wrong.
+        """
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return self._commit(items, poison)
+            except StoreBroken:
+                raise
+            except Exception as error:
+                if not _is_circumstance(error):
+                    self.load()
+                    raise
+                if pause_s is None:
+                    self._store.give_up(error)
+                    raise StoreBroken(self._store.broken) from error
+                log.warning("commit of %d items failed, is tried again: %s", len(items), error)
+                time.sleep(pause_s)
+                self.load()
+        raise AssertionError
+
+    def _one_by_one(self, items: Sequence[Item]) -> Outcome:
         whole = Outcome()
         for item in items:
             try:
-                part = self._commit([item], {})
+                part = self._patiently([item], {})
             except StoreBroken:
                 raise
             except Exception as alone:
-                self.load()
                 if not isinstance(item, Batch):
                     log.exception("a hello could not be stored")
                     if isinstance(item, Session):
                         whole.replaced.append(item)
                     continue
-                part = self._commit([item], {id(item): f"{type(alone).__name__}: {alone}"})
+                part = self._patiently([item], {id(item): f"{type(alone).__name__}: {alone}"})
             whole.welcome += part.welcome
             whole.replaced += part.replaced
+            whole.refused.update(part.refused)
             whole.rows += part.rows
             for session, lanes in part.acks.items():
                 for lane, numbers in lanes.items():
@@ -278,6 +321,11 @@ class Commits:
     def _hello(self, write: duckdb.DuckDBPyConnection, session: Session, work: _Work) -> None:
         hello, claim = session.hello, session.claim
         at_us = hello.received.wall_us
+        refused = self._identities.refused(claim, self.alive)
+        if refused:
+            session.open = False
+            work.outcome.refused[session] = refused
+            return
         decision = self._identities.decide(claim, self.alive, at_us)
         self._identities.store(write, decision)
         node = decision.machine.node
@@ -287,7 +335,7 @@ class Commits:
             other = decision.machine.conflict
             log.warning("%s: is filed as %s: %s runs under that name or machine id", claim.name, node, other)
             detail = _json({"claimed": claim.name, "machine_id": claim.machine_id, "with": other})
-            message = f"{claim.name} is claimed by two machines: {node} and {other}"
+            message = f"two machines use the name {claim.name} or one machine id: {node} and {other}"
             work.events.append(
                 EventRow(
                     at_us, at_us, node, claim.boot_id, "identity_conflict", message=message, detail=detail
@@ -555,6 +603,21 @@ class Commits:
         session.open = False
         if session.node and self._sessions.get(session.node) is session:
             self._state.gone(session.node)
+
+
+_OF_CONTENT = (duckdb.DataError, duckdb.IntegrityError, duckdb.ProgrammingError, duckdb.NotSupportedError)
+"""What the engine raises about a statement or a value."""
+
+_OF_MEMORY = ("Out of Memory", "failed to offload", "could not allocate")
+
+
+def _is_circumstance(error: Exception) -> bool:
+    """Whether a failure may pass with the same items: no memory, no disk, a race, an interruption."""
+    if isinstance(error, MemoryError | OSError):
+        return True
+    if not isinstance(error, duckdb.Error):
+        return False
+    return not isinstance(error, _OF_CONTENT) or any(words in str(error) for words in _OF_MEMORY)
 
 
 def _plausible(at_us: int, received_us: int) -> int:

@@ -39,6 +39,7 @@ class Claim:
         spool_id: Of its spool file.
         agent_version: As sent.
         booted_us: When its boot began, on the collector's clock; None = it does not say.
+        names: Of its certificate; None = the connection has none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Claim:
     spool_id: str
     agent_version: str
     booted_us: int | None
+    names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,33 @@ class Identities:
         for row in rows:
             self._put(Machine(*row))
 
-    def decide(self, claim: Claim, alive: Callable[[str], Alive | None], now_us: int) -> Decision:
-        """Where to file this agent. Changes nothing; see `store`."""
+    def refused(self, claim: Claim, alive: Callable[[str], Alive | None]) -> str:
+        """Why this agent must not be filed: it would become a machine that its certificate does not name.
+
+        A machine id is no secret. An agent whose own name is filed already, or whose machine id is used by
+        another boot that runs now, takes nothing from anybody: those are filed as nodes of their own.
+        """
+        same = self._same(claim)
+        if not all(_is_foreign(machine, claim) for machine in same):
+            return ""
+        for machine in same:
+            if not _is_clone(alive(machine.node), claim):
+                return (
+                    f"machine id {claim.machine_id} is filed as {machine.node}, which is not in the "
+                    f"certificate of {claim.name}: a renamed host needs one with both names"
+                )
+        return ""
+
+    def _same(self, claim: Claim) -> list[Machine]:
         nodes = self._alike.get(("id", claim.machine_id), set()) if claim.machine_id else set()
         nodes = nodes | self._alike.get(("name", claim.name), set())
-        same = [self._machines[node] for node in sorted(nodes) if _is_same(self._machines[node], claim)]
-        own = self._own(same, claim, alive, now_us)
+        return [self._machines[node] for node in sorted(nodes) if _is_same(self._machines[node], claim)]
+
+    def decide(self, claim: Claim, alive: Callable[[str], Alive | None], now_us: int) -> Decision:
+        """Where to file this agent, unless it is `refused`. Changes nothing; see `store`."""
+        same = self._same(claim)
+        mine = [machine for machine in same if not _is_foreign(machine, claim)]
+        own = self._own(mine, claim, alive, now_us)
         name, conflict, displaced = self._name(claim, own, same, alive, now_us)
         machine = Machine(
             name, claim.name, claim.machine_id, claim.boot_id, claim.spool_id, claim.agent_version, conflict,
@@ -142,12 +165,13 @@ class Identities:
     ) -> Machine | None:
         """The row of this very machine, if it has one."""
         for machine in same:
-            if machine.boot_id == claim.boot_id and (machine.spool_id == claim.spool_id or len(same) == 1):
+            alone = len(same) == 1 and claim.boot_id
+            if machine.boot_id == claim.boot_id and (machine.spool_id == claim.spool_id or alone):
                 return machine
         for machine in same:
             if machine.boot_id == claim.boot_id and claim.boot_id:
                 return machine
-        free = [machine for machine in same if not _runs_beside(alive(machine.node), claim)]
+        free = [machine for machine in same if not _runs_beside(machine, alive(machine.node), claim)]
         for machine in free:
             if machine.spool_id == claim.spool_id and claim.spool_id:
                 return machine
@@ -170,7 +194,8 @@ class Identities:
         """(name, node it is in conflict with, whether a dead row of that name makes room)."""
         twins = [machine for machine in same if machine is not own]
         holder = self._machines.get(claim.name)
-        if own is None and twins:
+        foreign = twins[0].node if own is None and twins else ""
+        if own is None and not all(_is_foreign(machine, claim) for machine in twins):
             return self._suffixed(claim.name, claim.boot_id or claim.spool_id), twins[0].node, False
         if (
             own is not None
@@ -180,9 +205,9 @@ class Identities:
         ):
             return own.node, own.conflict, False
         if holder is None or holder is own:
-            return claim.name, "", False
+            return claim.name, foreign, False
         if own is None and not _is_live(alive(holder.node), now_us):
-            return claim.name, "", True
+            return claim.name, foreign, True
         source = claim.machine_id or claim.boot_id or claim.spool_id
         return self._suffixed(claim.name, source), holder.node, False
 
@@ -286,12 +311,26 @@ def _is_live(alive: Alive | None, now_us: int) -> bool:
     return alive is not None and (alive.open or now_us - alive.received_us < SILENT_US)
 
 
-def _runs_beside(alive: Alive | None, claim: Claim) -> bool:
+def _is_foreign(machine: Machine, claim: Claim) -> bool:
+    """Whether a row belongs to a node that the caller's certificate does not name."""
+    return claim.names is not None and machine.claimed not in claim.names
+
+
+def _is_clone(alive: Alive | None, claim: Claim) -> bool:
+    """Whether a row's machine runs now and is in another boot than the caller."""
+    return alive is not None and alive.open and bool(claim.boot_id) and alive.boot_id != claim.boot_id
+
+
+def _runs_beside(machine: Machine, alive: Alive | None, claim: Claim) -> bool:
     """Whether another boot is running under this row while the caller's boot runs too.
 
     A machine that rebooted so fast that its old stream still looks open is told apart by its uptime: its boot
-    began after the old one was last heard of.
+    began after the old one was last heard of. Without machine and boot id a spool is all there is to go by.
     """
-    if alive is None or not alive.open or not claim.boot_id or alive.boot_id == claim.boot_id:
+    if alive is None or not alive.open:
+        return False
+    if not claim.boot_id:
+        return not claim.machine_id and machine.spool_id != claim.spool_id
+    if alive.boot_id == claim.boot_id:
         return False
     return claim.booted_us is None or claim.booted_us + _SLACK_US < alive.received_us

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 
 import grpc
 
@@ -60,6 +61,8 @@ class AgentStream(Session):
         self.unsent = 0
         self.uncommitted = 0
         self.half_closed = False
+        self.refused = ""
+        """Why this certificate may not be who it says it is."""
         self.end = (grpc.StatusCode.ABORTED, "a newer stream of this node took its place")
 
     def outbox(self) -> list[pb.StreamResponse]:
@@ -139,6 +142,9 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         try:
             await self._intake.put(stream)
             if not await stream.welcomed:
+                if stream.refused:
+                    await self._deny(stream.claim, context.peer(), stream.refused, stream.hello.received)
+                    await context.abort(grpc.StatusCode.PERMISSION_DENIED, stream.refused[:1000])
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the hello could not be stored: try again")
             await context.write(self._welcome(stream))
             if self._state.paused:
@@ -184,10 +190,12 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         except Refused as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         names = certificate_names(context.auth_context())
+        if names is not None:
+            claim = replace(claim, names=frozenset(names))
         if names is not None and claim.name not in names:
             named = ", ".join(sorted(names)) or "nobody"
             text = f"node {claim.name} is not in the certificate, which names {named}"
-            await self._deny(claim, ", ".join(sorted(names))[:500], context.peer(), text, received)
+            await self._deny(claim, context.peer(), text, received)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text[:1000])
         probes, faults = read_probes(first.hello.probes)
         inventory = first.hello.inventory if first.hello.HasField("inventory") else None
@@ -204,7 +212,8 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
             ),
         )
 
-    async def _deny(self, claim: Claim, actor: str, peer: str, reason: str, received: Receipt) -> None:
+    async def _deny(self, claim: Claim, peer: str, reason: str, received: Receipt) -> None:
+        actor = ", ".join(sorted(claim.names or ()))[:500]
         now = time.monotonic()
         if now - self._denied.get((actor, claim.name), -_AUDIT_EVERY_S) < _AUDIT_EVERY_S:
             return
@@ -287,6 +296,10 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
                     session.unsent += len(numbers)
                     session.uncommitted -= len(numbers)
                 session.wake.set()
+        for session, reason in outcome.refused.items():
+            if isinstance(session, AgentStream) and not session.welcomed.done():
+                session.refused = reason
+                session.welcomed.set_result(False)
         for session in outcome.replaced:
             if isinstance(session, AgentStream):
                 if not session.welcomed.done():

@@ -148,7 +148,11 @@ class Committer(threading.Thread):
         self._deliver = deliver
         self._gone: deque[Session] = deque()
         self._stopping = threading.Event()
-        self._commits = Commits(store, state)
+        try:
+            self._commits = Commits(store, state)
+        except StoreBroken:
+            store.reopen()
+            self._commits = Commits(store, state)
         if store.replaced:
             self._commits.tell("store_replaced", now_us(), store.replaced)
 

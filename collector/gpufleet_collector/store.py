@@ -98,6 +98,7 @@ class Store:
         """Why the file found at opening was put aside, and where it is now; empty = it was not."""
         self._file = path
         self._told = ""
+        self._spoiled = ""
         self._connection = connection
         self._lock = threading.RLock()
         self.tables: dict[str, dict[str, Type]] = {}
@@ -117,8 +118,19 @@ class Store:
         """
         connection, replaced = _connect_or_replace(path)
         store = cls(path, connection, replaced)
-        store._prepare()
+        store._prepare_or_replace()
         return store
+
+    def spoiled(self, error: BaseException) -> bool:
+        """Whether an error says that the file's content is wrong; then the next `reopen` puts it aside.
+
+        For errors met while loading what no collector can do without: damage there would be met for ever.
+        """
+        text = " ".join(str(error).split())
+        if self._file is None or not _is_damage(text):
+            return False
+        self.broken = self._spoiled = text[:500]
+        return True
 
     def reopen(self) -> None:
         """Close what is broken and open the file again; cursors of before are dead.
@@ -129,10 +141,27 @@ class Store:
         with self._lock:
             with suppress(duckdb.Error):
                 self._connection.close()
-            self._connection, self.replaced = _connect_or_replace(self._file)
+            if self._spoiled and self._file is not None:
+                self._connection, self.replaced = _replace(self._file, self._spoiled)
+            else:
+                self._connection, self.replaced = _connect_or_replace(self._file)
+            self.broken = self._spoiled = ""
+            self._prepare_or_replace()
+            self.schema_version += 1
+
+    def _prepare_or_replace(self) -> None:
+        """A block in the middle may be wrong without the engine's noticing when it opens the file."""
+        try:
+            self._prepare()
+        except (duckdb.Error, StoreBroken) as error:
+            text = " ".join(str(error).split())
+            if self._file is None or not _is_damage(text):
+                raise
+            with suppress(duckdb.Error):
+                self._connection.close()
+            self._connection, self.replaced = _replace(self._file, text)
             self.broken = ""
             self._prepare()
-            self.schema_version += 1
 
     def _prepare(self) -> None:
         self._connection.execute("SET GLOBAL timezone = 'UTC'")
@@ -166,7 +195,7 @@ class Store:
                 self._connection.execute("COMMIT")
             except BaseException as error:
                 if _gave_up(error):
-                    self._give_up(error)
+                    self.give_up(error)
                     raise StoreBroken(self.broken) from error
                 with suppress(duckdb.Error):
                     self._connection.execute("ROLLBACK")
@@ -174,8 +203,9 @@ class Store:
                     self.tables = _probe_tables(self._connection)
                 raise
 
-    def _give_up(self, error: BaseException) -> None:
-        self.broken = " ".join(str(error).split())[:500]
+    def give_up(self, error: BaseException) -> None:
+        """Refuse everything until `reopen`: the engine is in a state in which nothing gets stored."""
+        self.broken = " ".join(str(error).split())[:500] or type(error).__name__
         if self.broken != self._told:
             self._told = self.broken
             log.error("store: %s: must be opened again: %s", self.path, self.broken)
@@ -195,7 +225,7 @@ class Store:
                 log.debug("store: checkpoint put off: %s", error)
             except duckdb.Error as error:
                 if _gave_up(error):
-                    self._give_up(error)
+                    self.give_up(error)
                     raise StoreBroken(self.broken) from error
                 raise
 
@@ -314,12 +344,20 @@ def _connect_or_replace(path: Path | None) -> tuple[duckdb.DuckDBPyConnection, s
                 f"{path} is held by {who}: ask a running collector with `fleet sql`,"
                 " or stop what holds it and start again"
             ) from error
-        damaged = any(word in text for word in _DAMAGED) and not any(word in text for word in _NOT_DAMAGED)
-        if path is None or not path.is_file() or not damaged:
+        if path is None or not path.is_file() or not _is_damage(text):
             raise StoreUnusable(f"{path} cannot be opened: {text[:300]}") from error
-        aside = _put_aside(path)
-        log.error("store: %s is damaged (%s): kept as %s, a new one is begun", path, text[:300], aside)
-        return _connect(path), f"{text[:300]}; kept as {aside}"
+        return _replace(path, text)
+
+
+def _is_damage(text: str) -> bool:
+    return any(word in text for word in _DAMAGED) and not any(word in text for word in _NOT_DAMAGED)
+
+
+def _replace(path: Path, why: str) -> tuple[duckdb.DuckDBPyConnection, str]:
+    """Begin a new file; nothing has the old one open."""
+    aside = _put_aside(path)
+    log.error("store: %s is damaged (%s): kept as %s, a new one is begun", path, why[:300], aside)
+    return _connect(path), f"{why[:300]}; kept as {aside}"
 
 
 _MOST_THREADS = 8

@@ -162,6 +162,54 @@ def test_T04_under_mutual_tls_a_name_that_is_not_in_the_certificate_is_refused_a
     assert not agents[0].ended
 
 
+def test_T04_a_machine_id_alone_takes_nothing_from_another_certificate(
+    kit: Kit, authority: trustme.CA
+) -> None:
+    running = kit.start(credentials=_tls(kit.tmp, authority))
+
+    def call(node: str, boot: str, *names: str) -> Agent:
+        channel = _channel(running.address, authority, *names)
+        return kit.agent(running.address, channel).hello(
+            node=node, machine_id="aaaa", boot_id=boot, spool_id=f"s-{node}"
+        )
+
+    victim = call("node-a", "boot-a", "node-a")
+    thief = call("node-b", "boot-a", "node-b")
+    assert thief.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert "both names" in thief.details()
+    kit.until(lambda: running.one("SELECT count(*) FROM live.audit") == 1)
+    assert running.query("SELECT actor, target, result LIKE 'denied: %' FROM live.audit") == [
+        ("node-b", "node-b", True)
+    ]
+    clone = call("node-b", "boot-b", "node-b")  # another boot that runs now: a node of its own
+    assert _name(clone) == "node-b"
+    victim.send(1, kit.body(kit.gpu_rows()))
+    victim.wait(1)
+    assert not victim.ended
+    assert running.query("SELECT node, machine_id FROM live.node ORDER BY 1") == [
+        ("node-a", "aaaa"),
+        ("node-b", "aaaa"),
+    ]
+    assert running.query("SELECT node, kind FROM live.event") == [("node-b", "identity_conflict")]
+    for agent in (victim, clone):
+        agent.close()
+        kit.agents.remove(agent)
+    kit.until(lambda: not any(state.connected for state in running.state.nodes().values()))
+    again = call("node-b", "boot-a", "node-b")  # its own row, whatever boot it says
+    assert _name(again) == "node-b"
+    assert call("node-c", "boot-c", "node-c").code() is grpc.StatusCode.PERMISSION_DENIED
+    assert _name(call("node-a", "boot-a", "node-a")) == "node-a"
+    assert running.query("SELECT node FROM live.node ORDER BY 1") == [("node-a",), ("node-b",)]
+
+
+def test_T04_a_certificate_with_both_names_renames(kit: Kit, authority: trustme.CA) -> None:
+    running = kit.start(credentials=_tls(kit.tmp, authority))
+    for node in ("node-a", "node-z"):
+        channel = _channel(running.address, authority, "node-a", "node-z")
+        assert _name(kit.agent(running.address, channel).hello(node=node)) == node
+    assert running.query("SELECT node FROM live.node") == [("node-z",)]
+
+
 def test_T04_without_a_certificate_nobody_gets_in(kit: Kit, authority: trustme.CA) -> None:
     running = kit.start(credentials=_tls(kit.tmp, authority))
     stranger = trustme.CA()
@@ -281,6 +329,17 @@ def test_a_rename_onto_a_name_that_is_taken_gets_a_suffix(filed: Filed) -> None:
     filed.hello(CLAIM)
     filed.hello(Claim("gpu-b02", "bbbb", "boot-b", "spool-b", "1", None), open_=False)
     assert filed.hello(replace(CLAIM, name="gpu-b02"), now=NOW + 3600 * SECOND) == "gpu-b02~aaaa"
+
+
+def test_two_live_hosts_without_any_id_are_two_nodes(filed: Filed) -> None:
+    bare = Claim("gpu-a01", "", "", "spool-1", "1", None)
+    other = replace(bare, spool_id="tool-2")
+    assert filed.hello(bare) == "gpu-a01"
+    assert filed.hello(other) == "gpu-a01~tool"
+    assert filed.hello(bare) == "gpu-a01"
+    assert filed.hello(other) == "gpu-a01~tool"
+    filed.alive["gpu-a01"] = Alive(False, "", NOW)
+    assert filed.hello(replace(bare, spool_id="new-3")) == "gpu-a01"  # a spool that was begun anew
 
 
 def test_five_thousand_hellos_are_filed_at_once(filed: Filed) -> None:

@@ -161,6 +161,44 @@ def test_S02_a_replaced_store_is_a_loud_event_and_agents_send_again(kit: Kit) ->
     assert again.one("SELECT count(*) FROM live.gpu") == 1
 
 
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [("ledger", "number"), ("metric", "name")],  # read by the committer, read by `Store.open`
+)
+def test_S02_a_bad_block_in_the_middle_is_found_and_put_aside(kit: Kit, table: str, name: str) -> None:
+    path = kit.tmp / "fleet.duckdb"
+    store = Store.open(path)
+    with store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.ledger SELECT 'n' || (i % 50), 's' || (i % 50), hash(i), md5(i::VARCHAR), 'b', "
+            "now()::TIMESTAMP, 0, 'live', 1 FROM range(60000) t(i)"
+        )
+        write.execute(
+            "INSERT INTO live.metric SELECT 'p' || (i % 50), 'm' || i, 'f64', '', '', NULL, NULL, "
+            "md5(i::VARCHAR), '', i, now()::TIMESTAMP FROM range(30000) t(i)"
+        )
+    store.close()
+    with duckdb.connect(str(path), read_only=True) as read:
+        blocks = read.execute(
+            f"SELECT max(block_id) FROM pragma_storage_info('live.{table}') "
+            f"WHERE column_name = '{name}' AND segment_type != 'VALIDITY' AND persistent"
+        ).fetchall()
+    data = bytearray(path.read_bytes())
+    block = blocks[0][0]
+    at = 3 * 4096 + block * 262_144 + 131_072
+    data[at : at + 4096] = bytes(byte ^ 0xA5 for byte in data[at : at + 4096])
+    path.write_bytes(data)
+    running = kit.start()
+    assert running.query("SELECT kind, message LIKE '%kept as%' FROM live.event") == [
+        ("store_replaced", True)
+    ]
+    agent = kit.agent(running.address).hello()
+    agent.send(1, kit.body(kit.gpu_rows()))
+    agent.wait(1)
+    kept = [item.read_bytes() for item in kit.tmp.glob("*.damaged-*") if item.suffix != ".wal"]
+    assert [content[at : at + 4096] for content in kept] == [bytes(data[at : at + 4096])]
+
+
 def test_S02_what_a_new_file_would_not_cure_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreUnusable):
         Store.open(tmp_path / "no such directory" / "fleet.duckdb")
