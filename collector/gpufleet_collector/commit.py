@@ -16,6 +16,7 @@ import duckdb
 import msgspec
 import numpy as np
 
+from gpufleet.event import COLLECTOR_KINDS, KINDS
 from gpufleet.metric import Type
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet.wire import MAX_STRING_BYTES
@@ -23,7 +24,6 @@ from gpufleet_collector.capability import Capabilities, Change
 from gpufleet_collector.clock import Clocks, Receipt
 from gpufleet_collector.decode import (
     MAX_FAULTS,
-    NAME,
     NEWEST_US,
     OLDEST_US,
     Entry,
@@ -38,6 +38,7 @@ from gpufleet_collector.decode import (
 from gpufleet_collector.frame import Frame
 from gpufleet_collector.identity import Alive, Claim, Decision, Identities
 from gpufleet_collector.inventory_rows import Changes, Inventories
+from gpufleet_collector.jsontext import is_shallow
 from gpufleet_collector.ledger import Ledger
 from gpufleet_collector.records import (
     EventRow,
@@ -60,8 +61,11 @@ MAX_EVENTS = 8192
 PAUSES_S = (0.1, 0.4, 1.0)
 """Before a commit that failed through no fault of what it holds is tried again."""
 
+_LANES = (pb.LANE_LIVE, pb.LANE_BACKFILL)
 _TOLD_EVERY_US = 600_000_000
 _MAX_SHAPES = 4096
+_MAX_ODD_DETAIL = 1000
+_OBJECT = msgspec.json.Decoder(dict[str, object])
 
 
 class Session:
@@ -451,6 +455,9 @@ class Commits:
             place = len(work.ledger)
             if id(batch) in poison:
                 opened = Opened(faults=[Fault("", "", "refused_by_store", 1, poison[id(batch)][:200])])
+            elif batch.number == 0 or batch.lane not in _LANES:
+                reason = "bad_lane" if batch.number else "bad_number"
+                opened = Opened(faults=[Fault("", "", reason, 1, f"lane {batch.lane}")])
             else:
                 opened = open_body(batch.body, place, batch.session.shapes)
             boot_id = opened.boot_id or claim.boot_id
@@ -498,10 +505,13 @@ class Commits:
             faults += self._inventories.take(row.node, opened.inventory, at_us, work.inventory)
         for event in opened.events[:MAX_EVENTS]:
             fault = _event_fault(event, row)
-            if fault is None:
-                work.events.append(_event_row(event, row))
-            else:
+            if fault is not None:
                 faults.append(fault)
+                continue
+            detail, odd = _detail(event.detail)
+            if odd:
+                faults.append(Fault("event", "detail", odd, 1, event.detail[:200]))
+            work.events.append(_event_row(event, row, detail))
         if len(opened.events) > MAX_EVENTS:
             faults.append(Fault("event", "", "too_many_events", len(opened.events) - MAX_EVENTS))
         for fault in faults:
@@ -608,6 +618,9 @@ class Commits:
 _OF_CONTENT = (duckdb.DataError, duckdb.IntegrityError, duckdb.ProgrammingError, duckdb.NotSupportedError)
 """What the engine raises about a statement or a value."""
 
+_MISUSE: type[Exception] | tuple[()] = getattr(duckdb, "ResourceInUseException", ())
+"""2.0: a connection used wrongly; waiting does not cure it."""
+
 _OF_MEMORY = ("Out of Memory", "failed to offload", "could not allocate")
 
 
@@ -615,7 +628,7 @@ def _is_circumstance(error: Exception) -> bool:
     """Whether a failure may pass with the same items: no memory, no disk, a race, an interruption."""
     if isinstance(error, MemoryError | OSError):
         return True
-    if not isinstance(error, duckdb.Error):
+    if not isinstance(error, duckdb.Error) or isinstance(error, _MISUSE):
         return False
     return not isinstance(error, _OF_CONTENT) or any(words in str(error) for words in _OF_MEMORY)
 
@@ -643,7 +656,7 @@ def _event_fault(event: pb.Event, row: LedgerRow) -> Fault | None:
     """Why an agent's event cannot be stored."""
     reason = metric = ""
     ts_us = event.ts_us + row.offset_us
-    if not NAME.fullmatch(event.kind):
+    if event.kind not in KINDS or event.kind in COLLECTOR_KINDS:
         reason, metric = "bad_kind", "kind"
     elif not row.received_us - OLDEST_US <= ts_us <= row.received_us + NEWEST_US:
         reason, metric = "time", "ts"
@@ -661,7 +674,23 @@ def _event_fault(event: pb.Event, row: LedgerRow) -> Fault | None:
     return Fault("event", metric, reason, 1, f"{event.kind[:40]} {event.message[:150]}")
 
 
-def _event_row(event: pb.Event, row: LedgerRow) -> EventRow:
+def _detail(text: str) -> tuple[str | None, str]:
+    """(what is stored as an event's detail, what is wrong with what was sent)."""
+    if not text:
+        return None, ""
+    if not is_shallow(text):
+        reason = "too_deep"
+    else:
+        try:
+            _OBJECT.decode(text)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            reason = "not_an_object"
+        else:
+            return text, ""
+    return _json({"text": text[:_MAX_ODD_DETAIL]}), reason
+
+
+def _event_row(event: pb.Event, row: LedgerRow, detail: str | None) -> EventRow:
     return EventRow(
         event.ts_us + row.offset_us,
         row.received_us,
@@ -672,7 +701,7 @@ def _event_row(event: pb.Event, row: LedgerRow) -> EventRow:
         event.code,
         max(event.count, 1),
         event.message,
-        event.detail if event.detail.startswith("{") else None,
+        detail,
         event.mono_us,
     )
 

@@ -319,11 +319,11 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
         return
     shape = shapes.get(name)
     if shape is None:
-        opened.faults.append(Fault(name[:63], "", "unknown_probe", max(count, 1)))
+        opened.faults.append(Fault(name[:63], "", "unknown_probe", _believable(rows)))
         return
     if len(ts) != 8 * count:
         opened.faults.append(
-            Fault(name, "", "bad_length", count or 1, f"{count} rows, {len(ts)} bytes of ts")
+            Fault(name, "", "bad_length", _believable(rows), f"{count} rows, {len(ts)} bytes of ts")
         )
         return
     raw = rows.SerializeToString()
@@ -367,6 +367,12 @@ def _open_rows(rows: pb.Rows, batch: int, shapes: Mapping[str, Shape], opened: O
         shape.remember(raw, _Known(layout, count, validity, reasons, dictionaries))
     entry = Entry(batch, count, ts, values, validity, reasons, dictionaries)
     opened.entries.append((shape, layout, entry))
+
+
+def _believable(rows: pb.Rows) -> int:
+    """How many rows an entry says it has, at most what its bytes could hold, at least one."""
+    longest = max((len(column.values) for column in rows.columns), default=0)
+    return max(1, min(rows.count, max(len(rows.ts_us) // 8, longest)))
 
 
 def _spans(raw: bytes) -> Iterator[slice]:

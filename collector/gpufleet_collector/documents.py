@@ -496,7 +496,7 @@ def decoded(value: object) -> object:
         return value
     try:
         found: object = msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return value
     return found
 

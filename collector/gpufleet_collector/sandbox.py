@@ -19,6 +19,7 @@ from math import isfinite, isnan
 import duckdb
 import msgspec
 
+from gpufleet_collector.jsontext import is_shallow
 from gpufleet_collector.store import Store
 
 MAX_ROWS = 100_000
@@ -126,6 +127,8 @@ def run(
             raise TimedOut(f"time limit of {seconds:g} s reached: narrow the time range") from error
         except duckdb.Error as error:
             raise Refused(_text(error)) from error
+        except RecursionError as error:
+            raise Refused("statement or value is nested too deeply") from error
         except (ValueError, OverflowError) as error:
             raise Refused(f"a value cannot be shown: {error}: cast it to VARCHAR") from error
 
@@ -384,9 +387,11 @@ def _same(cell: Cell) -> Cell:
 def _json(cell: Cell) -> Cell:
     if not isinstance(cell, str):
         return plain(cell)
+    if not is_shallow(cell):
+        return cell  # whoever reads the answer may be recursive too
     try:
         msgspec.json.decode(cell)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return cell
     return msgspec.Raw(cell.encode())
 

@@ -43,6 +43,14 @@ KINDS: dict[str, str] = {
     "kernel_log": "Reading the kernel log: code = lost (count records), unreadable, readable, position.",
 }
 
+COLLECTOR_KINDS = frozenset(
+    {
+        "batch_conflict", "identity_conflict", "renamed", "clock_skew", "quarantined", "store_reopened",
+        "store_replaced",
+    }
+)  # fmt: skip
+"""Those the collector alone says; from an agent they are not believed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -6,6 +6,7 @@ import math
 import struct
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -197,6 +198,34 @@ def test_malformed_batches_are_quarantined_and_acknowledged(kit: Kit) -> None:
     assert running.one("SELECT max(length(state)) FROM live.gpu") == 2048
 
 
+def test_a_lie_about_a_count_is_not_counted(kit: Kit) -> None:
+    short = kit.gpu_rows(count=2)
+    short.count = 2**32 - 1
+    nowhere = pb.Rows(probe="no_such_probe", count=2**32 - 1)
+    empty = pb.Rows(probe="gpu", count=2**32 - 1)
+    running, _ = land(kit, kit.body(short), kit.body(nowhere), kit.body(empty))
+    assert running.query("SELECT number, reason, cells FROM live.quarantine ORDER BY 1") == [
+        (1, "bad_length", 16),  # bytes of its widest column: a row has at least one
+        (2, "unknown_probe", 1),
+        (3, "bad_length", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lane", "number", "reason"), [(0, 7, "bad_lane"), (9, 7, "bad_lane"), (1, 0, "bad_number")]
+)
+def test_a_batch_without_number_or_lane_is_quarantined(kit: Kit, lane: int, number: int, reason: str) -> None:
+    running = kit.start()
+    agent = kit.agent(running.address).hello()
+    odd = kit.batch(number, kit.body(kit.gpu_rows()))
+    odd.lane = lane  # type: ignore[assignment]
+    agent.request(pb.StreamRequest(batch=odd))
+    agent.wait(number)
+    assert not agent.ended
+    assert running.query("SELECT number, reason, cells FROM live.quarantine") == [(number, reason, 1)]
+    assert running.one("SELECT count(*) FROM live.gpu") == 0
+
+
 def test_one_mebibyte_of_indices_into_long_texts_does_not_become_gigabytes(kit: Kit) -> None:
     count = 60_000
     texts = kit.column("state", Type.STRING, ["x" * 4000] * count)
@@ -221,17 +250,28 @@ def test_events_are_checked_one_by_one(kit: Kit) -> None:
         pb.Event(ts_us=now, kind="xid", message="x" * 5000),
         pb.Event(ts_us=1, kind="xid"),
         pb.Event(ts_us=2**63 - 1, kind="xid"),
-        pb.Event(ts_us=now, kind="from_a_newer_agent", detail="{not json", message="nul \0 inside"),
+        pb.Event(ts_us=now, kind="from_a_newer_agent"),
+        pb.Event(ts_us=now, kind="renamed"),
+        pb.Event(ts_us=now, kind="store_replaced"),
+        pb.Event(ts_us=now, kind="oom", code="1", detail="{not json", message="nul \0 inside"),
+        pb.Event(ts_us=now, kind="oom", code="2", detail="[1]"),
+        pb.Event(ts_us=now, kind="oom", code="3", detail='{"a":' * 2000 + "1" + "}" * 2000),
+        pb.Event(ts_us=now, kind="oom", code="4", detail='{"a": "' + "[{" * 100 + '"}'),
     ]
     running, _ = land(kit, kit.body(events=events))
     assert running.query(
-        "SELECT kind, code, count, message, detail FROM live.event WHERE kind != 'quarantined' ORDER BY 1"
+        "SELECT kind, code, count, message, detail FROM live.event WHERE kind != 'quarantined' ORDER BY 1, 2"
     ) == [
-        ("from_a_newer_agent", "", 1, "nul \ufffd inside", None),
+        ("oom", "1", 1, "nul \ufffd inside", '{"text":"{not json"}'),
+        ("oom", "2", 1, "", '{"text":"[1]"}'),
+        ("oom", "3", 1, "", msgspec.json.encode({"text": '{"a":' * 200}).decode()),
+        ("oom", "4", 1, "", '{"a": "' + "[{" * 100 + '"}'),
         ("xid", "79", 1, "", None),
     ]
     assert running.query(QUARANTINE) == [
-        ("event", "kind", "bad_kind", 1),
+        ("event", "detail", "not_an_object", 2),
+        ("event", "detail", "too_deep", 1),
+        ("event", "kind", "bad_kind", 4),
         ("event", "message", "too_long", 1),
         ("event", "ts", "time", 2),
     ]

@@ -201,12 +201,12 @@ def test_G02_size(kit: Kit) -> None:
     again.wait(3)
 
 
-def test_unknown_lane_and_number_zero_and_the_largest_are_numbers_like_others(kit: Kit) -> None:
+def test_the_largest_numbers_are_numbers_like_others(kit: Kit) -> None:
     running = kit.start()
     agent = kit.agent(running.address).hello()
-    for number in (0, 2**64 - 1, 2**63):
-        agent.send(number, kit.body(kit.gpu_rows()), pb.LANE_UNSPECIFIED)
-    agent.wait(0, 2**64 - 1, 2**63)
+    for number in (1, 2**64 - 1, 2**63):
+        agent.send(number, kit.body(kit.gpu_rows()))
+    agent.wait(1, 2**64 - 1, 2**63)
     assert running.one("SELECT count(*) FROM live.gpu") == 3
     assert running.one("SELECT max(number) FROM live.ledger") == 2**64 - 1
 

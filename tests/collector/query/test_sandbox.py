@@ -386,3 +386,20 @@ def test_no_words_change_a_thing(quiet: Store, pieces: list[str]) -> None:
             "SELECT table_name FROM duckdb_tables() WHERE schema_name = 'main'"
         ).fetchall()
         assert tables == [("t",)]
+
+
+@pytest.mark.parametrize("depth", [65, 5000, 40_000])
+def test_deeply_nested_json_is_given_as_text(store: Store, depth: int) -> None:
+    text = "[" * depth + "]" * depth
+    assert sandbox._json(text) == text
+    assert sandbox._json("[" * 64 + "]" * 64) == msgspec.Raw(b"[" * 64 + b"]" * 64)
+    brackets = '{"a": "' + "[{" * 500 + '"}'
+    assert sandbox._json(brackets) == msgspec.Raw(brackets.encode())
+    answer = sandbox.run(store, f"select json('{text}') as a")
+    assert rows(answer) == [[text]]
+
+
+@pytest.mark.parametrize("sql", ["select " + "1+" * 900 + "1", "select " + "not " * 900 + "true"])
+def test_a_deeply_nested_statement_is_refused_in_words(store: Store, sql: str) -> None:
+    with pytest.raises(Refused, match="nested too deeply"):
+        sandbox.run(store, sql)
