@@ -141,8 +141,9 @@ class Stage:
         written = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         last = _last_line(written, "it wrote nothing")
         for rule in self._disabled:
-            if last.startswith(f"[rule.{rule}]: no such rule"):
-                text = last.replace(f"[rule.{rule}]: no such rule", f"--disable-rule: no rule {rule!r}", 1)
+            _, unknown, others = last.partition(f"[rule.{rule}]: no such rule")
+            if unknown:
+                text = f"--disable-rule: no rule {rule!r}{others}"
                 return FleetError("usage", text, "", errors.USAGE)
         hint = _INSTALL if "No module named" in last else ""
         return FleetError("demo", f"the demo's {name} {what}: {last}", hint, errors.INTERNAL)
