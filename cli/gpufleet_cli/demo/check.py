@@ -205,12 +205,18 @@ class Check:
     def _match(self, start: datetime, findings: Sequence[Mapping[str, object]]) -> None:
         strange = []
         for finding in findings:
-            fault = next((fault for fault in self.outcome.faults if _is(fault, finding)), None)
             fired = _time(finding["fired_at"])
-            if fault is None or fired is None or fired < start + timedelta(seconds=fault.at):
+            begun = [
+                fault
+                for fault in self.outcome.faults
+                if _on(fault, finding) and fired and fired >= start + timedelta(seconds=fault.at)
+            ]
+            if not begun:
                 strange.append(finding)
-            elif fault.delay_s is None:
-                fault.delay_s = (fired - start).total_seconds() - fault.at
+            for fault in begun:
+                # another rule on the same card is company: a card that falls off the bus also has its Xid
+                if fired and fault.rule == finding["rule"] and fault.delay_s is None:
+                    fault.delay_s = (fired - start).total_seconds() - fault.at
         self.outcome.false_pages = strange
 
     def _rows(self, query: str) -> list[dict[str, object]]:
@@ -218,8 +224,8 @@ class Check:
         return [dict(zip(result.columns, row, strict=True)) for row in result.rows]
 
 
-def _is(fault: Fault, finding: Mapping[str, object]) -> bool:
-    return (fault.rule, fault.node, fault.entity) == (finding["rule"], finding["node"], finding["entity"])
+def _on(fault: Fault, finding: Mapping[str, object]) -> bool:
+    return (fault.node, fault.entity) == (finding["node"], finding["entity"])
 
 
 def _time(at: object) -> datetime | None:

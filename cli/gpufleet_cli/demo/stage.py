@@ -22,6 +22,8 @@ from gpufleet_cli.settings import Settings
 
 START_S = 30.0
 STOP_S = 10.0
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Also Ctrl-C: a shell that started us in the background had us ignore it."""
 _INSTALL = "install gpufleet[all]"
 
 
@@ -39,7 +41,7 @@ class Stage:
         self.server = ""
         self._disabled = disabled
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        self._before = {number: signal.getsignal(number) for number in _ENDINGS}
 
     def __enter__(self) -> "Stage":
         for number in self._before:
