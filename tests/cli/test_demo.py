@@ -89,6 +89,13 @@ def finding(rule: str, node: str, entity: str, at: float) -> dict[str, object]:
 GOOD = [finding("gpu_missing", "a", "gpu:1", 18), finding("agent_silent", "b", "node:", 44)]
 
 
+def test_a_second_rule_in_the_same_incident_is_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, xid = {**GOOD[0], "incident": 1}, {**finding("xid", "a", "gpu:1", 12), "incident": 1}
+    assert looked(monkeypatch, [xid, lost, GOOD[1]], 100).passed
+    apart = looked(monkeypatch, [{**xid, "incident": 2}, lost, GOOD[1]], 100)
+    assert [page["rule"] for page in apart.false_pages] == ["xid"]
+
+
 def test_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = looked(monkeypatch, GOOD, 100)
     assert outcome.passed

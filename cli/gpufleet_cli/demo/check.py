@@ -26,7 +26,7 @@ FIRST_PASS_S = 30.0
 """How long the collector's judge may take to run for the first time."""
 
 _FINDINGS = """
-    select rule, node, entity, verdict, code, reason, fired_at from live.finding
+    select rule, node, entity, verdict, code, reason, fired_at, incident from live.finding
     where fired_at is not null order by fired_at, id
 """
 _START = "select min(ts) as at from live.event where kind = 'agent_start'"
@@ -203,29 +203,27 @@ class Check:
         return passed >= self._last_s + LATE_S
 
     def _match(self, start: datetime, findings: Sequence[Mapping[str, object]]) -> None:
-        strange = []
+        strange, explained = [], set()
         for finding in findings:
+            fault = next((fault for fault in self.outcome.faults if _is(fault, finding)), None)
             fired = _time(finding["fired_at"])
-            begun = [
-                fault
-                for fault in self.outcome.faults
-                if _on(fault, finding) and fired and fired >= start + timedelta(seconds=fault.at)
-            ]
-            if not begun:
+            if fault is None or fired is None or fired < start + timedelta(seconds=fault.at):
                 strange.append(finding)
-            for fault in begun:
-                # another rule on the same card is company: a card that falls off the bus also has its Xid
-                if fired and fault.rule == finding["rule"] and fault.delay_s is None:
-                    fault.delay_s = (fired - start).total_seconds() - fault.at
-        self.outcome.false_pages = strange
+                continue
+            explained.add(finding.get("incident"))
+            if fault.delay_s is None:
+                fault.delay_s = (fired - start).total_seconds() - fault.at
+        # one cause, one incident: the Xid of a card that fell off the bus is no page of its own
+        explained.discard(None)
+        self.outcome.false_pages = [one for one in strange if one.get("incident") not in explained]
 
     def _rows(self, query: str) -> list[dict[str, object]]:
         result = sql.ask(self._client, query, 0, 10.0)
         return [dict(zip(result.columns, row, strict=True)) for row in result.rows]
 
 
-def _on(fault: Fault, finding: Mapping[str, object]) -> bool:
-    return (fault.node, fault.entity) == (finding["node"], finding["entity"])
+def _is(fault: Fault, finding: Mapping[str, object]) -> bool:
+    return (fault.rule, fault.node, fault.entity) == (finding["rule"], finding["node"], finding["entity"])
 
 
 def _time(at: object) -> datetime | None:
