@@ -22,13 +22,11 @@ $(OTHER): requirements.duckdb-1.5.lock $(READY)
 demo: $(READY)          ## collector + simulated fleet with scripted faults; Ctrl-C ends it
 	$(BIN)/fleet demo
 
-# Many tests are real processes that wait for each other: four workers keep two cores busy. What fails in that crowd runs
-# once more alone; what is broken fails again.
+# Many tests are real processes that wait for each other: four workers keep two cores busy.
 PYTEST := $(BIN)/pytest -q -n 4
-AGAIN  := $(BIN)/pytest -q --last-failed --last-failed-no-failures none
 
 test: $(READY)          ## the fast tests
-	$(PYTEST) -m "not slow and not gpu" || $(AGAIN) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 check: lint types imports tests-all tests-duckdb-1.5   ## what CI runs: lint + types + import contracts + every test
 
@@ -43,11 +41,10 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 tests-all: $(READY)
-	$(PYTEST) -m "not gpu" || $(AGAIN) -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 tests-duckdb-1.5: $(OTHER)   ## the collector's tests on the other major that stores must open in
-	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu and not slow" tests/collector \
-		|| PYTHONPATH=$(OTHER) $(AGAIN) -m "not gpu and not slow" tests/collector
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu" tests/collector
 
 bench: $(READY)         ## measure against the budgets of docs/benchmarks.md
 	$(BIN)/python -m tests.bench
