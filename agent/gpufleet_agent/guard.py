@@ -120,6 +120,10 @@ class GuardedHost:
         """Host-wide metrics of one group."""
         return self._host.read(group)
 
+    def rows(self, group: str) -> Iterable[Row]:
+        """Things of the host of one group, one row each."""
+        return self._host.rows(group)
+
     def gpus(self) -> Sequence[Gpu]:
         """The cards; a skipped one is in the list but answers `Hung`.
 
@@ -143,10 +147,6 @@ class GuardedHost:
     def pci_devices(self) -> Iterable[Row]:
         """The bus, by sysfs."""
         return self._host.pci_devices()
-
-    def ports(self) -> Iterable[Row]:
-        """InfiniBand and Ethernet ports."""
-        return self._host.ports()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`."""

@@ -19,6 +19,7 @@ import msgspec
 
 from gpufleet.config import ConfigError
 from gpufleet.metric import Type
+from gpufleet_collector.standard import STANDARD
 from gpufleet_collector.store import LIVE, SQL_TYPES, Store
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,11 @@ NO_PROBE = "n/a: no such probe"
 WAITS = "waits for"
 """How the error of a rule begins that needs no person: what it reads comes with an agent."""
 
-DESCRIBED = frozenset({"gpu", "gpu_health", "pci", "host", "agent", "bench"})
+DESCRIBED = frozenset(STANDARD)
 """Tables that come to be when an agent describes its probe."""
+
+SCOPES = ("gpu", "node", "pci", "port", "dimm", "disk", "mount", "job")
+"""Kinds of entity that a rule may judge."""
 
 _MAKE = "rules,live"
 """search_path while macros are made: they belong to `rules`, they read `live`."""
@@ -72,7 +76,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         every: How often it runs.
         for_: "k of n": distinct evidence that must be bad before it fires.
         for_code: The same for single codes that need less.
-        scope: What it judges: gpu or node.
+        scope: What it judges: one of `SCOPES`.
         covers: What its finding explains besides itself (one cause, one incident): "", "card", "driver" (the
             same, and what says that cards are missing, once it is critical) or "node".
         clear_after: How long the evidence must be clean.
@@ -171,7 +175,7 @@ def parse_rule(name: str, text: str) -> Rule:
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"rule {name}: header: {error}") from error
     closed = {
-        "scope": (header.scope, ("gpu", "node")),
+        "scope": (header.scope, SCOPES),
         "covers": (header.covers, ("", "card", "driver", "node")),
         "max_severity": (header.max_severity, ("warn", "crit")),
     }

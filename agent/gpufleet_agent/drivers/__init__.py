@@ -193,6 +193,12 @@ class Host(Protocol):
     def read(self, group: str) -> Row:
         """Host-wide metrics of one group, e.g. "host"."""
 
+    def rows(self, group: str) -> Iterable[Row]:
+        """Things of the host of which there are several, one row each: "port", "edac", "disk", "mount", ...
+
+        A group is the name of its probe; one that this driver does not know has no rows.
+        """
+
     def gpus(self) -> Sequence[Gpu]:
         """Every card the driver knows, lost ones too; empty on a host without cards.
 
@@ -205,9 +211,6 @@ class Host(Protocol):
 
     def pci_devices(self) -> Iterable[Row]:
         """GPUs, NVSwitches and HCAs on the bus by sysfs, independent of any driver."""
-
-    def ports(self) -> Iterable[Row]:
-        """InfiniBand and Ethernet ports."""
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`, and the next cursor; "" = from now on."""

@@ -47,6 +47,10 @@ class CompositeHost:
         """Host-wide metrics of one group."""
         return self._hosts[0].read(group)
 
+    def rows(self, group: str) -> Iterable[Row]:
+        """Things of the host of one group, one row each."""
+        return self._hosts[0].rows(group)
+
     def gpus(self) -> Sequence[Gpu]:
         """The cards of all drivers.
 
@@ -78,10 +82,6 @@ class CompositeHost:
     def pci_devices(self) -> Iterable[Row]:
         """The bus, by sysfs."""
         return self._hosts[0].pci_devices()
-
-    def ports(self) -> Iterable[Row]:
-        """InfiniBand and Ethernet ports."""
-        return self._hosts[0].ports()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`."""

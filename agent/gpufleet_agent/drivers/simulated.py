@@ -246,6 +246,7 @@ class SimulatedHost:
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
 
     @property
     def epoch(self) -> int:
@@ -331,6 +332,10 @@ class SimulatedHost:
             "uptime_s": up,
         }
 
+    def rows(self, group: str) -> Iterable[Row]:
+        """Things of the host of one group, one row each; none of a group that is not simulated."""
+        return self._groups[group]() if group in self._groups else ()
+
     def gpus(self) -> Sequence[Gpu]:
         """Every card the driver lists, in its order; lost ones too.
 
@@ -383,10 +388,6 @@ class SimulatedHost:
             "parent": phase.board.parent,
             "runtime_status": "active",
         }
-
-    def ports(self) -> Iterable[Row]:
-        """None: network ports are not simulated."""
-        return ()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the lines that the faults left in the kernel log."""

@@ -4,12 +4,9 @@ Needs no driver of a card, so it still answers when that driver hangs or is gone
 file that is missing, truncated or full of bytes: the cell is a Null that says why.
 """
 
-import errno
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 
 from gpufleet.event import Event
@@ -24,6 +21,7 @@ from gpufleet_agent.drivers import (
     NoProgress,
     Process,
     Progress,
+    files,
 )
 from gpufleet_agent.drivers.kmsg import KernelLog
 
@@ -46,9 +44,6 @@ _LIBRARY_PLACES = (
     "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
     "/run/opengl-driver/lib",
 )
-_PIECE = 1 << 16
-_MOST_PIECES = 64
-_UNPARSABLE = Null(Reason.FAILED, "unparsable")
 _NO_ANSWER = Null(Reason.FAILED, "all_ones")
 _ASLEEP = Null(Reason.NOT_READ, "suspended")
 _PLACEHOLDERS = (
@@ -99,7 +94,10 @@ class Sysfs:
         rows: list[Row] = []
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = _hex(_text(device / "vendor")), _hex(_text(device / "class"))
+            vendor, pci_class = (
+                files.hexadecimal(files.read(device / "vendor")),
+                files.hexadecimal(files.read(device / "class")),
+            )
             kind = self._kind(device, vendor, pci_class)
             if kind:
                 rows.append(self._device(device, kind, vendor))
@@ -110,9 +108,12 @@ class Sysfs:
         found: list[str] = []
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = _hex(_text(device / "vendor")), _hex(_text(device / "class"))
+            vendor, pci_class = (
+                files.hexadecimal(files.read(device / "vendor")),
+                files.hexadecimal(files.read(device / "class")),
+            )
             is_card = vendor == NVIDIA and self._kind(device, vendor, pci_class) == "gpu"
-            if is_card and _link(device / "driver") not in ("vfio-pci", "pci-stub"):
+            if is_card and files.link(device / "driver") not in ("vfio-pci", "pci-stub"):
                 found.append(name)
         return tuple(found)
 
@@ -122,12 +123,20 @@ class Sysfs:
         Raises:
             DriverError: The bus cannot be listed.
         """
-        return [name for name in self._addresses() if _hex(_text(self._pci / name / "vendor")) == vendor]
+        return [
+            name
+            for name in self._addresses()
+            if files.hexadecimal(files.read(self._pci / name / "vendor")) == vendor
+        ]
 
     def kind(self, address: str) -> str:
         """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
         device = self._pci / address
-        return self._kind(device, _hex(_text(device / "vendor")), _hex(_text(device / "class")))
+        return self._kind(
+            device,
+            files.hexadecimal(files.read(device / "vendor")),
+            files.hexadecimal(files.read(device / "class")),
+        )
 
     def present(self, address: str) -> Cell:
         """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
@@ -137,21 +146,21 @@ class Sysfs:
         """`pcie_gen`, `pcie_gen_max`, `pcie_width`, `pcie_width_max` of the device's own link."""
         device = self._pci / address
         return {
-            "pcie_gen": _parsed(_text(device / "current_link_speed"), _generation),
-            "pcie_gen_max": _parsed(_text(device / "max_link_speed"), _generation),
-            "pcie_width": _parsed(_text(device / "current_link_width"), _lanes),
-            "pcie_width_max": _parsed(_text(device / "max_link_width"), _lanes),
+            "pcie_gen": files.parsed(files.read(device / "current_link_speed"), _generation),
+            "pcie_gen_max": files.parsed(files.read(device / "max_link_speed"), _generation),
+            "pcie_width": files.parsed(files.read(device / "current_link_width"), _lanes),
+            "pcie_width_max": files.parsed(files.read(device / "max_link_width"), _lanes),
         }
 
     def knows_card(self, address: str) -> bool:
         """Whether the NVIDIA kernel module took the card."""
-        return _exists(self._nvidia / "gpus" / address)
+        return files.exists(self._nvidia / "gpus" / address)
 
     def answers(self, address: str) -> bool:
         """False only when the bus no longer lists the device, or it reads all ones."""
         device = self._pci / address
-        if not _exists(device):
-            return not _exists(self._pci)
+        if not files.exists(device):
+            return not files.exists(self._pci)
         return _present(device) is not False
 
     def excluded(self, address: str) -> Cell:
@@ -169,28 +178,28 @@ class Sysfs:
             return text
         found = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
         if found is None:
-            return _UNPARSABLE
+            return files.UNPARSABLE
         if _UUID.fullmatch(found[1]):
             return found[1]
         # question marks until something initialises the card
-        return Null(Reason.NOT_READ, "not_initialised") if "?" in found[1] else _UNPARSABLE
+        return Null(Reason.NOT_READ, "not_initialised") if "?" in found[1] else files.UNPARSABLE
 
     def _information(self, address: str) -> str | Null:
         """What the NVIDIA kernel module tells of a card; asked once, when it can tell who the card is."""
         home = self._nvidia / "gpus" / address
         known = self._told.get(address)
-        here = _inode(home)
+        here = files.inode(home)
         if known is not None and here and known[0] == here:
             return known[1]
         if not here:
-            return _text(home / "information")
+            return files.read(home / "information")
         if not self._ask_driver or address in self._skip:
             return Null(Reason.NOT_READ, "left_alone")
         if self.runtime_status(address) == "suspended":
             return _ASLEEP
         self._progress.enter(address, "proc_information")
         try:
-            text = _text(home / "information")
+            text = files.read(home / "information")
         finally:
             self._progress.leave()
         if not isinstance(text, Null) and _UUID.search(text):
@@ -200,14 +209,14 @@ class Sysfs:
     def module(self) -> tuple[str, int, int]:
         """Changes whenever another NVIDIA kernel module is loaded, also one of the same version."""
         version = self._nvidia / "version"
-        return self.driver_version(), _inode(version), _inode(self._root / "sys/module/nvidia")
+        return self.driver_version(), files.inode(version), files.inode(self._root / "sys/module/nvidia")
 
     def library_version(self) -> str:
         """Of the NVIDIA library that a process started now would load; empty when it is not found."""
-        mapped = _text(self._root / "proc/self/maps")
+        mapped = files.read(self._root / "proc/self/maps")
         places = [] if isinstance(mapped, Null) else re.findall(r"(/\S*)/libnvidia-ml\.so\.\d", mapped)
         for place in (*places[:1], *_LIBRARY_PLACES):
-            target = _link(self._root / place.lstrip("/") / "libnvidia-ml.so.1")
+            target = files.link(self._root / place.lstrip("/") / "libnvidia-ml.so.1")
             found = re.search(r"\.so\.(\d{1,5}(?:\.\d{1,5}){1,3})$", str(target))
             if found:
                 return found[1]
@@ -215,11 +224,11 @@ class Sysfs:
 
     def has_process(self, pid: int) -> bool:
         """Whether a process of that number runs."""
-        return _exists(self._root / "proc" / str(pid))
+        return files.exists(self._root / "proc" / str(pid))
 
     def driver_version(self) -> str:
         """Of the loaded NVIDIA kernel module; empty when none is."""
-        text = _text(self._nvidia / "version")
+        text = files.read(self._nvidia / "version")
         if isinstance(text, Null):
             return ""
         found = re.search(r"Kernel Module(?: for \S+)?\s+(\d{1,5}(?:\.\d{1,5}){1,3})\s", text + " ")
@@ -227,40 +236,42 @@ class Sysfs:
 
     def runtime_status(self, address: str) -> Cell:
         """Whether the device is powered: active, suspended, ..."""
-        return _word(self._pci / address / "power/runtime_status", _RUNTIME)
+        return files.word(self._pci / address / "power/runtime_status", _RUNTIME)
 
     def boot_id(self) -> str:
         """Of the running boot; empty when it cannot be read."""
-        return _plain(_text(self._root / "proc/sys/kernel/random/boot_id"))
+        return files.plain(files.read(self._root / "proc/sys/kernel/random/boot_id"))
 
     def host(self) -> Row:
         """The columns of probe `host`."""
         proc = self._root / "proc"
         row: dict[str, Cell] = {}
-        row.update(_stat(_text(proc / "stat")))
-        row.update(_loadavg(_text(proc / "loadavg")))
-        row.update(_meminfo(_text(proc / "meminfo")))
+        row.update(_stat(files.read(proc / "stat")))
+        row.update(_loadavg(files.read(proc / "loadavg")))
+        row.update(_meminfo(files.read(proc / "meminfo")))
         for name, kind in _PRESSURES:
-            row[f"psi_{name}_{kind}_s_total"] = _pressure(_text(proc / "pressure" / name), kind)
-        row["uptime_s"] = _parsed(_text(proc / "uptime"), lambda text: _number(text.split()[0]))
+            row[f"psi_{name}_{kind}_s_total"] = _pressure(files.read(proc / "pressure" / name), kind)
+        row["uptime_s"] = files.parsed(
+            files.read(proc / "uptime"), lambda text: files.number(text.split()[0])
+        )
         return row
 
     def attributes(self) -> dict[str, str]:
         """What the node is, as far as it can be read."""
         proc, dmi = self._root / "proc", self._root / "sys/class/dmi/id"
-        machine = _plain(_text(self._root / "etc/machine-id"))
-        memory = _meminfo(_text(proc / "meminfo"))["mem_total_bytes"]
-        cpus = _stat(_text(proc / "stat"))["cpus"]
+        machine = files.plain(files.read(self._root / "etc/machine-id"))
+        memory = _meminfo(files.read(proc / "meminfo"))["mem_total_bytes"]
+        cpus = _stat(files.read(proc / "stat"))["cpus"]
         found = {
-            "hostname": _plain(_text(proc / "sys/kernel/hostname")),
+            "hostname": files.plain(files.read(proc / "sys/kernel/hostname")),
             "machine_id": machine if re.fullmatch("[0-9a-f]{32}", machine) and set(machine) != {"0"} else "",
             "boot_id": self.boot_id(),
-            "kernel": _plain(_text(proc / "sys/kernel/osrelease")),
+            "kernel": files.plain(files.read(proc / "sys/kernel/osrelease")),
             "architecture": os.uname().machine,
             "os": self._os(),
-            "vendor": _plain(_text(dmi / "sys_vendor")),
-            "product": _plain(_text(dmi / "product_name")),
-            "serial": _plain(_text(dmi / "product_serial")),
+            "vendor": files.plain(files.read(dmi / "sys_vendor")),
+            "product": files.plain(files.read(dmi / "product_name")),
+            "serial": files.plain(files.read(dmi / "product_serial")),
             "cpu_model": self._cpu_model(),
             "cpus": "" if isinstance(cpus, Null) else str(cpus),
             "mem_total_bytes": "" if isinstance(memory, Null) else str(memory),
@@ -276,7 +287,7 @@ class Sysfs:
                 return []
             raise DriverError("no_sysfs", f"{self._pci}: {error.strerror}") from error
         except OSError as error:
-            raise DriverError(_errno(error), f"{self._pci}: {error.strerror}") from error
+            raise DriverError(files.errno_word(error), f"{self._pci}: {error.strerror}") from error
         return sorted(name for name in names if _ADDRESS.fullmatch(name))
 
     def _kind(self, device: Path, vendor: str, pci_class: str) -> str:
@@ -285,12 +296,14 @@ class Sysfs:
             kind = "gpu"
         elif vendor == NVIDIA and group == "0680":
             kind = "nvswitch"
-        elif group == "0207" or (group == "0200" and (vendor == "15b3" or _exists(device / "infiniband"))):
+        elif group == "0207" or (
+            group == "0200" and (vendor == "15b3" or files.exists(device / "infiniband"))
+        ):
             kind = "hca"
         else:
             return ""
         # a virtual function is a share of a device that is here already
-        return "" if _exists(device / "physfn") or self._in_processor(device, vendor, group) else kind
+        return "" if files.exists(device / "physfn") or self._in_processor(device, vendor, group) else kind
 
     def _in_processor(self, device: Path, vendor: str, group: str) -> bool:
         """Whether this is the graphics part of an AMD processor, which is no card of a fleet.
@@ -302,9 +315,9 @@ class Sysfs:
             return False
         slot = device.name.rpartition(".")[0]
         functions = (self._pci / f"{slot}.{number}" for number in range(8))
-        if any(_hex(_text(function / "vendor")) == "1022" for function in functions):
+        if any(files.hexadecimal(files.read(function / "vendor")) == "1022" for function in functions):
             return True
-        return any(_exists(hwmon / "in1_input") for hwmon in _listed(device / "hwmon"))
+        return any(files.exists(hwmon / "in1_input") for hwmon in files.listed(device / "hwmon"))
 
     def _device(self, device: Path, kind: str, vendor: str) -> Row:
         address = device.name
@@ -322,31 +335,31 @@ class Sysfs:
             "pci": address,
             "device_kind": kind,
             "vendor_id": vendor,
-            "device_id": _hex(_text(device / "device")) or _UNPARSABLE,
+            "device_id": files.hexadecimal(files.read(device / "device")) or files.UNPARSABLE,
             "present": present,
-            "bound_driver": _link(device / "driver"),
+            "bound_driver": files.link(device / "driver"),
             "gpu_uuid": self.gpu_uuid(address) if module_knows else Null(Reason.NOT_SUPPORTED),
             "excluded": self.excluded(address) if module_knows else Null(Reason.NOT_SUPPORTED),
             **link,
-            "numa_node": _parsed(_text(device / "numa_node"), _numa),
+            "numa_node": files.parsed(files.read(device / "numa_node"), _numa),
             "parent": _parent(device),
             "runtime_status": status,
         }
 
     def _os(self) -> str:
         for name in ("etc/os-release", "usr/lib/os-release"):
-            text = _text(self._root / name)
+            text = files.read(self._root / name)
             found = (
                 None if isinstance(text, Null) else re.search(r'^PRETTY_NAME="?([^"\n]*)', text, re.MULTILINE)
             )
             if found:
-                return _plain(found[1])
+                return files.plain(found[1])
         return ""
 
     def _cpu_model(self) -> str:
-        text = _text(self._root / "proc/cpuinfo")
+        text = files.read(self._root / "proc/cpuinfo")
         found = None if isinstance(text, Null) else re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        return _plain(found[1]) if found else ""
+        return files.plain(found[1]) if found else ""
 
 
 class SysfsHost:
@@ -356,6 +369,7 @@ class SysfsHost:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
 
     @property
     def boot_id(self) -> str:
@@ -369,6 +383,10 @@ class SysfsHost:
     def read(self, group: str) -> Row:
         """Host-wide metrics of "host"; nothing for a group that is not known."""
         return self.sysfs.host() if group == "host" else {}
+
+    def rows(self, group: str) -> Iterable[Row]:
+        """Things of the host of one group, one row each; none of a group that is not known."""
+        return self._groups[group]() if group in self._groups else ()
 
     def gpus(self) -> Sequence[Gpu]:
         """None.
@@ -387,10 +405,6 @@ class SysfsHost:
     def pci_devices(self) -> Iterable[Row]:
         """GPUs, NVSwitches and HCAs on the bus."""
         return self.sysfs.pci_devices()
-
-    def ports(self) -> Iterable[Row]:
-        """Empty: network ports are not read yet."""
-        return ()
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`, and the next cursor."""
@@ -424,94 +438,6 @@ def driver_words(sysfs: Sysfs) -> dict[str, str]:
 _PRESSURES = (("cpu", "some"), ("memory", "full"), ("io", "some"), ("io", "full"))
 
 
-def _null(error: OSError) -> Null:
-    """Why a file could not be read."""
-    if error.errno in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR, errno.EOPNOTSUPP):
-        return Null(Reason.NOT_SUPPORTED, _errno(error))
-    if error.errno in (errno.EPERM, errno.EACCES):
-        return Null(Reason.NO_PERMISSION, _errno(error))
-    return Null(Reason.FAILED, _errno(error))
-
-
-def _errno(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, "failed")
-
-
-def _text(path: Path) -> str | Null:
-    try:
-        with path.open("rb", buffering=0) as file:
-            # in pieces: /proc/sys refuses one read of megabytes
-            pieces = iter(lambda: file.read(_PIECE), b"")
-            return b"".join(islice(pieces, _MOST_PIECES)).decode(errors="replace")
-    except OSError as error:
-        return _null(error)
-
-
-def _inode(path: Path) -> int:
-    """Number of the file; 0 when there is none."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
-def _listed(path: Path) -> list[Path]:
-    try:
-        return sorted(path.iterdir())
-    except OSError:
-        return []
-
-
-def _plain(text: str | Null) -> str:
-    """One line that can be shown; empty for what could not be read."""
-    if isinstance(text, Null):
-        return ""
-    return "".join(letter for letter in text.strip()[:256] if letter.isprintable() and letter != "\ufffd")
-
-
-def _parsed(text: str | Null, parse: Callable[[str], Cell]) -> Cell:
-    """The value, or why there is none."""
-    if isinstance(text, Null):
-        return text
-    try:
-        return parse(text)
-    except (ValueError, IndexError, KeyError):
-        return _UNPARSABLE
-
-
-def _hex(text: str | Null) -> str:
-    """`0x10de` -> `10de`; empty when it is nothing of the kind."""
-    found = None if isinstance(text, Null) else re.fullmatch(r"0x([0-9a-f]{4,8})", text.strip().lower())
-    return found[1] if found else ""
-
-
-def _word(path: Path, words: tuple[str, ...]) -> Cell:
-    text = _text(path)
-    if isinstance(text, Null):
-        return text
-    return text.strip() if text.strip() in words else _UNPARSABLE
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise ValueError(text)
-    return int(text)
-
-
 def _generation(text: str) -> Cell:
     """`32.0 GT/s PCIe` -> 5."""
     if text.strip().startswith("Unknown"):
@@ -520,37 +446,27 @@ def _generation(text: str) -> Cell:
 
 
 def _lanes(text: str) -> Cell:
-    lanes = _count(text.strip())
+    lanes = files.count(text.strip())
     return lanes if lanes in (1, 2, 4, 8, 12, 16, 32) else Null(Reason.FAILED, text.strip()[:8])
 
 
 def _numa(text: str) -> Cell:
     if text.strip() == "-1":
         return Null(Reason.NOT_SUPPORTED, "-1")
-    return _count(text.strip())
+    return files.count(text.strip())
 
 
 def _present(device: Path) -> Cell:
     """False when the device is listed but its configuration space reads all ones: it no longer answers."""
-    width = _text(device / "current_link_width")
+    width = files.read(device / "current_link_width")
     if not isinstance(width, Null) and width.strip() == _GONE_WIDTH:
         return False
     try:
         with (device / "config").open("rb") as file:
             head = file.read(4)
     except OSError as error:
-        return _null(error)
-    return head != b"\xff\xff\xff\xff" if len(head) == 4 else _UNPARSABLE
-
-
-def _link(path: Path) -> Cell:
-    """Where a link points, by its last name; empty when there is none."""
-    try:
-        return os.readlink(path).rstrip("/").rpartition("/")[2]
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return _null(error)
+        return files.why(error)
+    return head != b"\xff\xff\xff\xff" if len(head) == 4 else files.UNPARSABLE
 
 
 def _parent(device: Path) -> Cell:
@@ -577,26 +493,26 @@ def _stat(text: str | Null) -> dict[str, Cell]:
     hertz = os.sysconf("SC_CLK_TCK")
 
     def ticks(*places: int) -> Cell:
-        values = [_count(value) for value in first["cpu"][:8]]
+        values = [files.count(value) for value in first["cpu"][:8]]
         return sum(values[place] for place in places) / hertz
 
     cpus = sum(bool(re.fullmatch(r"cpu\d+", name)) for name in first)
     return {
         # user, nice, system, irq, softirq, steal: not idle and not waiting; guests are counted in user
-        "cpu_busy_s_total": _parsed(text, lambda _: ticks(0, 1, 2, 5, 6, 7)),
-        "cpu_iowait_s_total": _parsed(text, lambda _: ticks(4)),
-        "cpu_steal_s_total": _parsed(text, lambda _: ticks(7)),
-        "cpus": cpus or _UNPARSABLE,
-        "context_switches_total": _parsed(text, lambda _: _count(first["ctxt"][0])),
-        "processes_blocked": _parsed(text, lambda _: _count(first["procs_blocked"][0])),
+        "cpu_busy_s_total": files.parsed(text, lambda _: ticks(0, 1, 2, 5, 6, 7)),
+        "cpu_iowait_s_total": files.parsed(text, lambda _: ticks(4)),
+        "cpu_steal_s_total": files.parsed(text, lambda _: ticks(7)),
+        "cpus": cpus or files.UNPARSABLE,
+        "context_switches_total": files.parsed(text, lambda _: files.count(first["ctxt"][0])),
+        "processes_blocked": files.parsed(text, lambda _: files.count(first["procs_blocked"][0])),
     }
 
 
 def _loadavg(text: str | Null) -> dict[str, Cell]:
     return {
-        "load1": _parsed(text, lambda text: _number(text.split()[0])),
-        "load15": _parsed(text, lambda text: _number(text.split()[2])),
-        "processes": _parsed(text, lambda text: _count(text.split()[3].split("/")[1])),
+        "load1": files.parsed(text, lambda text: files.number(text.split()[0])),
+        "load15": files.parsed(text, lambda text: files.number(text.split()[2])),
+        "processes": files.parsed(text, lambda text: files.count(text.split()[3].split("/")[1])),
     }
 
 
@@ -606,12 +522,12 @@ def _meminfo(text: str | Null) -> dict[str, Cell]:
         sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
 
     def size(name: str) -> int:
-        return _count(sizes[name]) * 1024
+        return files.count(sizes[name]) * 1024
 
     return {
-        "mem_total_bytes": _parsed(text, lambda _: size("MemTotal")),
-        "mem_available_bytes": _parsed(text, lambda _: size("MemAvailable")),
-        "swap_used_bytes": _parsed(text, lambda _: max(0, size("SwapTotal") - size("SwapFree"))),
+        "mem_total_bytes": files.parsed(text, lambda _: size("MemTotal")),
+        "mem_available_bytes": files.parsed(text, lambda _: size("MemAvailable")),
+        "swap_used_bytes": files.parsed(text, lambda _: max(0, size("SwapTotal") - size("SwapFree"))),
     }
 
 
@@ -619,4 +535,4 @@ def _pressure(text: str | Null, kind: str) -> Cell:
     if isinstance(text, Null):
         return text
     found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
-    return int(found[1]) / 1e6 if found else _UNPARSABLE
+    return int(found[1]) / 1e6 if found else files.UNPARSABLE

@@ -45,6 +45,17 @@ create or replace macro inventory_at(as_of) as table
     from inventory
     where kind = 'gpu' and uuid is not null and valid_from <= as_of and (valid_to is null or valid_to > as_of);
 
+-- The best that each entity of a kind has shown in one attribute (a number) since its node's expectation was set: the
+-- links that were up, the rate a port had. Accepting the inventory anew starts it anew. Without an expectation: ever.
+create or replace macro best_shown(as_of, of_kind, attribute) as table
+    select i.node, i.entity, max(try_cast(json_extract_string(i.attributes, '$.' || attribute) as double)) as value,
+           max(i.valid_from) as shown_at
+    from inventory i
+    left join (select node, max(set_at) as set_at from expected_at(as_of) group by node) e on e.node = i.node
+    where i.kind = of_kind and i.valid_from <= as_of and coalesce(i.valid_to, as_of) >= coalesce(e.set_at, i.valid_from)
+    group by i.node, i.entity
+    having value is not null;
+
 -- Every card that is expected or in a host at as_of, once per node. What is known of a card that is gone stays
 -- known. A card expected by serial alone that was never seen has no gpu_uuid.
 create or replace macro card_list(as_of) as table
@@ -206,7 +217,8 @@ own as (
            list({'id': id, 'rule': rule, 'state': state, 'verdict': verdict, 'code': code, 'reason': reason,
                  'since': began_at, 'incident': incident} order by verdict, id) as findings
     from findings_at(as_of)
-    where entity not like 'gpu:%'
+    -- a job's trouble is the job's: it says nothing against the host
+    where entity not like 'gpu:%' and entity not like 'job:%'
     group by node
 ),
 joined as (
