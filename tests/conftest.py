@@ -1,7 +1,13 @@
-"""What every test shares: hypothesis without deadlines, since timings never fail a test here."""
+"""What every test shares: hosts written as text, and hypothesis without deadlines: timings fail no test."""
 
+import os
 import signal
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import settings
 
 # a shell that starts us in the background lets us ignore Ctrl-C, and our children with us: they shall not
@@ -9,3 +15,63 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("gpufleet", deadline=None)
 settings.load_profile("gpufleet")
+
+HOSTS = Path(__file__).parent / "fixtures" / "hosts"
+
+
+def _metrics(layout: int, content: int, size: int, fields: list[str]) -> bytes:
+    """A gpu_metrics table: what the firmware does not fill reads all ones."""
+    table = bytearray(b"\xff" * size)
+    struct.pack_into("<HBB", table, 0, size, layout, content)
+    for field in fields:
+        place, _, value = field.partition("=")
+        struct.pack_into("<Q", table, int(place), int(value))
+    return bytes(table)
+
+
+def grow(text: str, root: Path) -> Path:
+    """Make the files of a tree below `root`.
+
+    `[folder]`, then a line per file: `name = text` (\\n = a further line), `name -> path from the root`,
+    `name hex bytes` or `name metrics revision content size place=value ...` (a gpu_metrics table); or
+    `name <<END` and its lines as they are, up to a line END.
+    """
+    folder = root
+    lines = iter(text.splitlines())
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line.startswith("["):
+            folder = root / line.strip("[]")
+            folder.mkdir(parents=True, exist_ok=True)
+            continue
+        name, kind, rest = (line + " ").split(" ", 2)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        words = rest.split()
+        if kind == "->":
+            path.symlink_to(os.path.relpath(root / rest.strip(), path.parent))
+        elif kind == "hex":
+            path.write_bytes(bytes.fromhex(rest))
+        elif kind == "metrics":
+            path.write_bytes(_metrics(int(words[0]), int(words[1]), int(words[2]), words[3:]))
+        elif kind == "=":
+            path.write_text(rest.strip().replace("\\n", "\n") + "\n")
+        elif kind.startswith("<<"):
+            path.write_text("".join(f"{inner}\n" for inner in iter(lambda: next(lines), kind[2:])))
+        else:
+            raise ValueError(line)
+    return root
+
+
+@pytest.fixture
+def tree() -> Iterator[Callable[[str], Path]]:
+    """The root of a host of tests/fixtures/hosts; in memory, as sysfs is, where that can be had."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+
+        def plant(name: str) -> Path:
+            for part in sorted((HOSTS / name).glob("*.txt")):
+                grow(part.read_text(), Path(folder) / name)
+            return Path(folder) / name
+
+        yield plant
