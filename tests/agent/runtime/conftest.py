@@ -167,12 +167,16 @@ class Kit:
             f'collector = "127.0.0.1:1"\n{top}\n{simulated}'
             f"[push]\nseal_s = 0.2\n{benches}"
             "[probes.gpu]\nevery_s = 0.5\n[probes.host]\nevery_s = 0.5\n[probes.pci]\nevery_s = 1.0\n"
-            + (
-                tables
-                or "[sampler]\ndeadline_s = 0.6\ninit_deadline_s = 0.6\nretry_s = 1.0\nretry_max_s = 4.0\n"
-            )
+            + (tables or self.sampler(faults or ""))
         )
         return path
+
+    def sampler(self, faults: str) -> str:
+        """Short deadlines where a hang is scripted; else none that a slow machine could miss."""
+        call_s = 0.6 if "driver_hang" in faults else 10.0
+        init_s = 0.6 if 'call = "init"' in faults or 'call = "list"' in faults else 10.0
+        deadlines = f"deadline_s = {call_s}\ninit_deadline_s = {init_s}\n"
+        return f"[sampler]\n{deadlines}retry_s = 1.0\nretry_max_s = 4.0\n"
 
     def start(self, config: Path, **env: str) -> Running:
         log = self.tmp / f"log-{len(self.running)}"

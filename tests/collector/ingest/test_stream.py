@@ -197,7 +197,7 @@ def test_mutated_bytes_hurt_nobody(
     mutated = pb.Batch(number=number, body=content, sent_at_us=clock, sent_mono_us=clock)
     mutated.lane = lane  # type: ignore[assignment]
     agent.request(pb.StreamRequest(batch=mutated))
-    after = number - 1 if number else 1
+    after = number - 1 if number > 1 else number + 1  # 0 is no number
     agent.send(after, kit.body(kit.gpu_rows("GPU-after", energy=serial[0])))
     agent.wait(number, after)
     assert not agent.ended
