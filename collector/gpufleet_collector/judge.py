@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -91,6 +92,7 @@ class Judge:
         check_settings(settings, self._rules)
         self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
         self.every_s = seconds(settings.judge.every)
+        self._phases = _phases(self.policies, self.every_s)
         self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
         self._timeout_s = seconds(settings.judge.rule_timeout)
         self._version = -1
@@ -195,11 +197,10 @@ class Judge:
 
     def _is_due(self, policy: Policy, as_of: datetime) -> bool:
         """Aligned to the clock and to the last stored pass, so that a restart neither skips nor repeats."""
-        if not policy.enabled:
-            return False
-        return self._last_pass is None or _slot(as_of, policy.every_s) != _slot(
-            self._last_pass, policy.every_s
-        )
+        if not policy.enabled or self._last_pass is None:
+            return policy.enabled
+        phase = self._phases[policy.rule]
+        return _slot(as_of - phase, policy.every_s) != _slot(self._last_pass - phase, policy.every_s)
 
     def _follow_renames(self, read: duckdb.DuckDBPyConnection) -> None:
         """A renamed node's findings go by the new name in the store: take them from there."""
@@ -439,6 +440,16 @@ class Judge:
 
 def _slot(at: datetime, every_s: float) -> int:
     return math.floor((at - datetime(1970, 1, 1)).total_seconds() / every_s)
+
+
+def _phases(policies: Mapping[str, Policy], pass_s: float) -> dict[str, timedelta]:
+    """When in its interval each rule runs: those of one interval take turns; no pass runs them all."""
+    turns: Counter[float] = Counter()
+    phases: dict[str, timedelta] = {}
+    for rule, policy in sorted(policies.items()):
+        phases[rule] = timedelta(seconds=turns[policy.every_s] * pass_s % policy.every_s)
+        turns[policy.every_s] += 1
+    return phases
 
 
 def _utc_now() -> datetime:
