@@ -70,6 +70,15 @@ def word(value: object, words: Mapping[int, str]) -> str | Null:
     return words.get(int(found), f"unknown_{found:g}"[:32])
 
 
+def bit_error_rate(value: object) -> float | Null:
+    """Of a link: exponent in the low byte, mantissa in four bits above it. The largest exponent is none."""
+    found = number(value)
+    if not isinstance(found, int):
+        return found if isinstance(found, Null) else Null(Reason.FAILED, "float")
+    mantissa, exponent = found >> 8 & 0xF, found & 0xFF
+    return 0.0 if exponent == 0xFF else mantissa * 10.0**-exponent
+
+
 def watts(value: object) -> float | Null:
     """From milliwatts."""
     return scaled(value, 1e-3)
@@ -88,11 +97,13 @@ class Field:
         id: NVIDIA's number; it stays the same for good.
         name: Our column.
         cell: What makes a cell of the raw value.
+        scope: Number of the link that it is asked of; None = the card.
     """
 
     id: int
     name: str
     cell: Callable[[object], Cell] = number
+    scope: int | None = None
 
 
 def part(struct: object, name: str) -> object:

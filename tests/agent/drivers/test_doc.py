@@ -13,6 +13,7 @@ PAGE = (ROOT / "docs/drivers.md").read_text()
 SECTIONS = {
     "gpu": "### `gpu`",
     "gpu_health": "### `gpu_health`",
+    "nvlink": "### `nvlink`",
     "pci": "`pci`, every",
     "host": "`host`, every",
 }
@@ -32,7 +33,7 @@ def test_every_column_has_its_source(name: str) -> None:
     rows = [line.split("|") for line in section(name).splitlines() if line.startswith("| `")]
     words = {word for row in rows for word in named(row[1])}
     columns = {metric.name for metric in PROBES[name].METRICS}
-    if name == "gpu_health":
+    if name in ("gpu_health", "nvlink"):
         columns -= {"gpu_uuid", "gpu_index", "pci", "state", "driver_epoch"}  # as in gpu
     assert {column for column in columns if not any(fnmatch(column, word) for word in words)} == set()
     assert {word for word in words if not any(fnmatch(column, word) for column in columns)} == set()
