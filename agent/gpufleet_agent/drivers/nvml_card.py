@@ -23,7 +23,7 @@ from gpufleet_agent.drivers.nvml_errors import (
     known,
     null,
 )
-from gpufleet_agent.drivers.nvml_values import Field, Values, field_value
+from gpufleet_agent.drivers.nvml_values import Field, field_value, field_values
 
 if TYPE_CHECKING:
     from gpufleet_agent.drivers.nvml import NvmlHost
@@ -167,8 +167,9 @@ class Card:
         """
         found: dict[str, Cell] = {}
         ask: list[Field] = []
+        none = self._remembered(batch)
         for field in wanted:
-            remembered = self._remembered(batch) or self._remembered(_field_key(field))
+            remembered = none or self._remembered(_field_key(field))
             found[field.name] = remembered or Null(Reason.NOT_READ)
             if remembered is None:
                 ask.append(field)
@@ -193,8 +194,7 @@ class Card:
             return dict.fromkeys((field.name for field in fields), self._failed(batch, trouble))
         by_number = {(field.id, field.scope or 0): field for field in fields}
         found: dict[str, Cell] = {}
-        values = [answer[place] for place in range(len(answer))] if isinstance(answer, Values) else []
-        for value in values:
+        for value in field_values(answer):
             field = by_number.get((getattr(value, "fieldId", -1), getattr(value, "scopeId", 0)))
             if field is not None:
                 found[field.name] = self._field(field, value)

@@ -124,6 +124,8 @@ class Links:
         self._version = 0
         self._up: frozenset[int] = frozenset()
         self._remotes: dict[int, tuple[Cell, Cell]] = {}
+        self._asked: tuple[tuple[int, ...], Sequence[_Counter]] = ((), ())
+        self._wanted: list[Field] = []
 
     def read(self, architecture: int) -> list[Row]:
         """One row per link; `architecture` is the library's number, 0 when it does not say.
@@ -140,7 +142,7 @@ class Links:
         if not listed:
             return []
         counters = self._counters(listed, architecture)
-        found = self._card.fields(_fields(listed, counters), batch="links")
+        found = self._card.fields(self._fields(tuple(listed), counters), batch="links")
         states = {
             link: state
             for link in listed
@@ -165,18 +167,15 @@ class Links:
             "link_state": word(state, _STATES),
             "version": word(self._version, _VERSIONS) if self._version else _ABSENT,
         }
-        for column in dict.fromkeys(counter.column for counter in counters):
-            row[column] = _sum(
-                found.get(f"{link} {at}", _ABSENT)
-                for at, counter in enumerate(counters)
-                if counter.column == column
-            )
+        for at, counter in enumerate(counters):
+            cell = found.get(f"{link} {at}", _ABSENT)
+            row[counter.column] = _sum((row[counter.column], cell)) if counter.column in row else cell
         if not counters:
             row |= dict.fromkeys(_BY_FUNCTION, _UNKNOWN_KIND)
         elif counters is not _BLACKWELL_COUNTERS:
             for column, kinds in _BY_FUNCTION.items():
                 if _lacks(row.get(column, _ABSENT)):
-                    row[column] = _sum(self._ask(link, "ErrorCounter", kind) for kind in kinds)
+                    row[column] = _sum([self._ask(link, "ErrorCounter", kind) for kind in kinds])
         row["remote_kind"], row["remote_pci"] = self._remote(link)
         return row
 
@@ -229,6 +228,16 @@ class Links:
             return _AMPERE_COUNTERS
         return _HOPPER_COUNTERS if version == _HOPPER else _BLACKWELL_COUNTERS
 
+    def _fields(self, links: tuple[int, ...], counters: Sequence[_Counter]) -> list[Field]:
+        """State and counters of all links; the same as last time, as a rule."""
+        if self._asked != (links, counters):
+            self._asked = (links, counters)
+            self._wanted = [Field(165, f"{link} state", scope=link) for link in links]
+            for at, counter in enumerate(counters):
+                fields = (counter.field(link, f"{link} {at}") for link in links)
+                self._wanted += [field for field in fields if field is not None]
+        return self._wanted
+
     def _remote(self, link: int) -> tuple[Cell, Cell]:
         """What is at the other end, and where; asked once, as long as the link is up."""
         if link not in self._up:
@@ -254,15 +263,6 @@ _CALLS = {
 _REMOTE_PCI = "nvmlDeviceGetNvLinkRemotePciInfo"
 
 
-def _fields(links: Iterable[int], counters: Sequence[_Counter]) -> list[Field]:
-    found: list[Field] = []
-    for link in links:
-        found.append(Field(165, f"{link} state", scope=link))
-        fields = (counter.field(link, f"{link} {at}") for at, counter in enumerate(counters))
-        found += [field for field in fields if field is not None]
-    return found
-
-
 def _lacks(cell: Cell) -> bool:
     return isinstance(cell, Null) and cell.reason is Reason.NOT_SUPPORTED
 
@@ -271,13 +271,8 @@ def _is_past_the_end(cell: Cell) -> bool:
     return isinstance(cell, Null) and cell.code == "NVML 2"
 
 
-def _sum(cells: Iterable[Cell]) -> Cell:
+def _sum(cells: Sequence[Cell]) -> Cell:
     """Of what there is; none while something that should be there was not read."""
-    all_of = list(cells)
-    numbers = [cell for cell in all_of if isinstance(cell, int | float)]
-    if len(numbers) == 1 and len(all_of) == 1:
-        return numbers[0]
-    unread = next((cell for cell in all_of if isinstance(cell, Null) and not _lacks(cell)), None)
-    if unread is not None:
-        return unread
-    return sum(numbers) if numbers else all_of[0]
+    unread = [cell for cell in cells if isinstance(cell, Null) and not _lacks(cell)]
+    numbers = [cell for cell in cells if isinstance(cell, int | float)]
+    return unread[0] if unread else sum(numbers) if numbers else cells[0]

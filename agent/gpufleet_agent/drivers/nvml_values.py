@@ -118,6 +118,32 @@ def place(values: object, index: int) -> object:
     return values[index] if isinstance(values, list | tuple) and index < len(values) else None
 
 
+class _Union(ctypes.Union):
+    _fields_ = (
+        ("dVal", ctypes.c_double), ("uiVal", ctypes.c_uint), ("ulVal", ctypes.c_ulong),
+        ("ullVal", ctypes.c_ulonglong), ("sllVal", ctypes.c_longlong), ("siVal", ctypes.c_int),
+        ("usVal", ctypes.c_ushort),
+    )  # fmt: skip
+
+
+class FieldValue(ctypes.Structure):
+    """One answer of the batch call."""
+
+    _fields_ = (
+        ("fieldId", ctypes.c_uint), ("scopeId", ctypes.c_uint), ("timestamp", ctypes.c_longlong),
+        ("latencyUsec", ctypes.c_longlong), ("valueType", ctypes.c_uint), ("nvmlReturn", ctypes.c_uint),
+        ("value", _Union),
+    )  # fmt: skip
+
+
+def field_values(answer: object) -> list[object]:
+    """The answers of the batch call; none of something else."""
+    if isinstance(answer, ctypes.Array) and ctypes.sizeof(answer) == len(answer) * ctypes.sizeof(FieldValue):
+        # the same memory: the binding's own structure takes microseconds to read a member of
+        return list((FieldValue * len(answer)).from_buffer(answer))
+    return [answer[place] for place in range(len(answer))] if isinstance(answer, Values) else []
+
+
 def field_value(value: object) -> int | float:
     """One answer of the batch call: each has its own error code, and only its own type may be read.
 
