@@ -65,4 +65,6 @@ def test_every_field_number_is_named() -> None:
     fields = {int(number) for number in re.findall(r"Field\((\d+), ", source)}
     for places in re.findall(r'_places\("\w+", ([\d, ]+)\)', source):
         fields |= {int(number) for number in places.split(",")}
+    for first, then in re.findall(r'_Counter\("\w+", (\d+)(?:, then=(\d+))?', source):
+        fields |= {int(first), int(then or first)}
     assert fields - numbers == set()
