@@ -143,6 +143,7 @@ _GH200 = replace(
     power_limit_w=900.0, power_busy_w=640.0, power_capped=False, part_number="699-2G530-0200-300",
     vbios="96.00.68.00.02",
 )  # fmt: skip
+# of these three, clocks and power under load are estimates
 _B200 = replace(
     _H200, name="NVIDIA B200", device_id="2901", arch="Blackwell", mem_bytes=183359 * _MIB,
     sm_clock_max_mhz=1965, sm_clock_busy_mhz=1830, mem_clock_max_mhz=3996, mem_clock_idle_mhz=3996,

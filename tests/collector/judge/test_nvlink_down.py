@@ -197,3 +197,24 @@ def test_the_links_that_are_down_are_named(fleet: "Fleet", judge: Judge) -> None
     polls(fleet, judge, card, [16, 16, 16])
     (found,) = fleet.sql("SELECT detail->>'$.inactive', reason FROM finding")
     assert found == ("[16,17]", "16 links are up, 18 should be")
+
+
+def test_F01_a_bridge_that_was_taken_out_is_expected_once_the_inventory_is_accepted(
+    fleet: "Fleet", judge: Judge
+) -> None:
+    card = one(fleet)
+    fleet.run(5)
+    with fleet.store.transaction() as write:  # the agent was restarted: the best it has shown is 12 now
+        write.execute("UPDATE live.inventory SET valid_to = ? WHERE entity = ?", [fleet.at, card.entity])
+    fleet.install(card, fleet.at)
+    with fleet.store.transaction() as write:
+        write.execute(
+            "UPDATE live.inventory SET attributes = ? WHERE entity = ? AND valid_to IS NULL",
+            [json.dumps({"nvlinks_active": "12"}), card.entity],
+        )
+    sample(fleet, card, 12)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "some_down")
+    fleet.run(5)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.expected SET set_at = ?", [fleet.at])
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "up")
