@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from gpufleet.event import Event
-from gpufleet.metric import Row, Value
+from gpufleet.metric import Null, Row, Value
 from gpufleet_agent.drivers import (
     BenchResult,
     DriverGone,
@@ -18,7 +18,6 @@ from gpufleet_agent.drivers import (
     Host,
     Hung,
     Item,
-    Link,
     Process,
     Progress,
     Ring,
@@ -75,6 +74,14 @@ class SkippedGpu:
         raise Hung("hung", f"{self.pci} is left alone")
 
     def read(self, group: str) -> Row:
+        """Not read.
+
+        Raises:
+            Hung: Always.
+        """
+        raise Hung("hung", f"{self.pci} is left alone")
+
+    def links(self) -> Sequence[Row] | Null:
         """Not read.
 
         Raises:
@@ -139,10 +146,6 @@ class GuardedHost:
             for gpu in self._host.gpus()
             if self._only is None or gpu.pci == self._only
         ]
-
-    def links(self, gpu: Gpu) -> Sequence[Link]:
-        """The card's NVLinks; none of one that is skipped."""
-        return () if isinstance(gpu, SkippedGpu) else self._host.links(gpu)
 
     def pci_devices(self) -> Iterable[Row]:
         """The bus, by sysfs."""

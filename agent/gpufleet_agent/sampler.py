@@ -23,13 +23,13 @@ from gpufleet_agent.drivers import DriverError, Host, Item
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
 from gpufleet_agent.probe import Probe, Sweep, run_probe, wall_us
-from gpufleet_agent.probes import PROBES
+from gpufleet_agent.probes import PROBES, nvlink
 from gpufleet_agent.progress import SharedProgress, read_note
 
 log = logging.getLogger(__name__)
 
 
-CARD_PROBES = frozenset({"gpu", "gpu_health"})
+CARD_PROBES = frozenset({"gpu", "gpu_health", "nvlink"})
 """Probes that ask the driver about cards; what hangs in them is left out card by card."""
 
 KERNEL_LOG = "probe kernel_log"
@@ -120,7 +120,7 @@ class Sampler:
                 self._jobs.append(Job(f"tick {name}", tick_s, self._ticker(name, probe), start))
             self._jobs.append(Job(f"probe {name}", every_s, self._prober(name, probe), start))
         # what needs no driver goes first, so that it is out before a driver call can hang
-        self._jobs.sort(key=lambda job: " gpu" in job.name)
+        self._jobs.sort(key=lambda job: job.name.rpartition(" ")[2] in CARD_PROBES)
 
     def once(self) -> None:
         """Run every job once."""
@@ -193,7 +193,7 @@ class Sampler:
         def run() -> None:
             sweep = run_probe(name, probe, self._host, self._complain)
             self._send(sweep)
-            if name in ("gpu", "pci"):
+            if name in ("gpu", "pci", "nvlink"):
                 self._look_for_changes(name, probe, sweep)
 
         return run
@@ -212,7 +212,7 @@ class Sampler:
     def _look_for_changes(self, name: str, probe: Probe, sweep: Sweep) -> None:
         """Want the inventory when cards, their state or the driver's epoch changed."""
         keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
-        found = (sweep.error, sorted(repr([row[key] for key in keys]) for row in sweep.rows))
+        found = (sweep.error, sorted({repr([row[key] for key in keys]) for row in sweep.rows}))
         self._inventory_wanted |= name in self._found and self._found[name] != found
         self._found[name] = found
 
@@ -240,7 +240,7 @@ class Sampler:
             log.warning("%s", text)
 
 
-_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"}
+_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver", "links_most"}
 _BUS_ATTRIBUTES = (
     "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
     "pcie_gen_max", "pcie_width_max", "numa_node", "parent",
@@ -272,7 +272,7 @@ def read_inventory(
         return pipe.Inventory(ts_us, False, items)
     for gpu in gpus:
         try:
-            attributes = dict(gpu.identity())
+            attributes = dict(gpu.identity()) | dict(nvlink.attributes(host, gpu))
         except DriverError:
             complete = False
             continue

@@ -124,6 +124,16 @@ KINDS: dict[str, Kind] = {
     "pcie_replays": Kind(True, {"per_minute": Accepts(60, 1, 10**9)}),
     "mig_on": Kind(True, {}),
     "persistence_off": Kind(True, {}),
+    "nvlink_down": Kind(True, {"link": Accepts(0, 0, 35), "count": Accepts(1, 1, 36)}),
+    "nvlink_errors": Kind(
+        True,
+        {
+            "per_minute": Accepts(60, 1, 10**9),
+            "link": Accepts(0, 0, 35),
+            "what": Accepts("crc", words=("crc", "replay", "recovery")),
+        },
+    ),
+    "nvlink_training": Kind(True, {"seconds": Accepts(100.0, 1, 86400)}),
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
     "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
@@ -543,6 +553,9 @@ _NEEDS: dict[str, Callable[[cards.Model], bool]] = {
     "remap_failed": lambda model: model.banks > 0,
     "mig_on": lambda model: model.mig,
     "fabric_stuck": lambda model: model.fabric,
+    "nvlink_down": lambda model: model.nvlinks_wired > 0,
+    "nvlink_errors": lambda model: model.nvlinks_wired > 0,
+    "nvlink_training": lambda model: model.nvlinks_wired > 0,
     "pcie_replays": lambda model: model.own_memory and not model.guest,
     "recovery_action": lambda model: not model.guest,
 }

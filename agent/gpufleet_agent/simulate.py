@@ -315,7 +315,7 @@ class _Life:
             self._add(probe.METRICS, sweep)
             if name == "gpu":
                 self._see_gpus(sweep)
-            if name in ("gpu", "pci"):
+            if name in ("gpu", "pci", "nvlink"):
                 self._look_at_inventory(name, probe.METRICS, sweep)
 
         return run
@@ -391,7 +391,7 @@ class _Life:
 
     def _look_at_inventory(self, name: str, metrics: tuple[Metric, ...], sweep: Sweep) -> None:
         keys = [at for at, metric in enumerate(metrics) if metric.name in _IDENTIFYING]
-        found = (sweep.error, [tuple(row[key] for key in keys) for row in sweep.rows])
+        found = (sweep.error, list(dict.fromkeys(tuple(row[key] for key in keys) for row in sweep.rows)))
         if self._found.setdefault(name, found) != found:
             self._found[name] = found
             self._inventory = self._read_inventory()

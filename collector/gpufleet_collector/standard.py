@@ -77,6 +77,22 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             persistence_enabled mig_enabled mig_pending
         """,
     ),
+    "nvlink": _of(
+        string="""
+            gpu_uuid pci state link_state version remote_kind remote_pci
+        """,
+        f64="""
+            speed_gb_per_s effective_ber
+        """,
+        i64="""
+            gpu_index link
+        """,
+        u64="""
+            links links_active links_up links_most crc_errors_total replays_total recoveries_total
+            recoveries_failed_total ecc_errors_total effective_errors_total rx_errors_total malformed_total
+            overruns_total discards_total tx_bytes_total rx_bytes_total driver_epoch
+        """,
+    ),
     "pci": _of(
         string="""
             pci device_kind vendor_id device_id bound_driver gpu_uuid parent runtime_status

@@ -43,6 +43,7 @@ LINES = (
     Line("agent_cost", "agent: start to READY", lambda found: found["ready_s"], "s", 2),
     Line("probe_cost", "probe gpu, 8 simulated cards", lambda found: found["gpu_ms"], "ms"),
     Line("probe_cost", "probe gpu_health, 8 simulated cards", lambda found: found["gpu_health_ms"], "ms"),
+    Line("probe_cost", "probe nvlink, 8 simulated cards", lambda found: found["nvlink_ms"], "ms"),
     Line("probe_cost", "probe pci, this host", lambda found: found["pci_ms"], "ms"),
     Line("probe_cost", "probe host, this host", lambda found: found["host_ms"], "ms"),
     Line(

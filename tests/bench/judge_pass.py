@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.store import LIVE, Column, Store
@@ -26,6 +26,7 @@ START = datetime(2026, 3, 1, 12, 0, 0)
 PROBES: Mapping[str, Sequence[Metric]] = {
     "gpu": gpu.METRICS,
     "gpu_health": gpu_health.METRICS,
+    "nvlink": nvlink.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
     "agent": agent.METRICS,
@@ -110,12 +111,12 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
             f"INSERT INTO live.inventory SELECT {NAME}, 'node:', 'node', NULL, NULL, NULL, NULL, NULL, NULL, "
             f"'{{}}', {day}, NULL FROM {fleet}",
             f"INSERT INTO live.inventory SELECT {NAME}, 'gpu:' || {UUID}, 'gpu', {UUID}, "
-            f"'SN' || node || '-' || card, {PCI}, 'NVIDIA H100 80GB HBM3', NULL, card, '{{}}', {day}, NULL "
-            f"FROM {fleet}, {each}",
+            f"'SN' || node || '-' || card, {PCI}, 'NVIDIA H100 80GB HBM3', NULL, card, "
+            f"json_object('nvlinks_active', '18'), {day}, NULL FROM {fleet}, {each}",
             "INSERT INTO live.expected SELECT node, uuid, serial, pci, model, slot, 'accepted', 'me', "
             f"{day}, '' FROM live.inventory WHERE kind = 'gpu'",
-            "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci', 'gpu_health']), unnest([5, 60, 60]) "
-            "FROM live.node",
+            "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci', 'gpu_health', 'nvlink']), "
+            "unnest([5, 60, 60, 30]) FROM live.node",
             "INSERT INTO live.baseline SELECT node, entity, 'h2d/1/copied_once/ab/pcie5x16', 55.5, 0.002, "
             f"48, '580', 'frozen', 'collector', {day}, '' FROM live.inventory WHERE kind = 'gpu'",
         ):
@@ -141,6 +142,8 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
         write.execute(_insert("pci", _PCI, minute, "range(10) k(tick)", fleet, each))
         hour_ago = f"TIMESTAMP '{START}' - INTERVAL 1 MINUTE * (59 - tick)"
         write.execute(_insert("gpu_health", _HEALTH, hour_ago, "range(60) k(tick)", fleet, each))
+        half = f"TIMESTAMP '{START}' + INTERVAL 120 SECOND - INTERVAL 30 SECOND * (119 - tick)"
+        write.execute(_insert("nvlink", _NVLINK, half, "range(120) k(tick)", fleet, each))
         write.execute(
             f"INSERT INTO live.event SELECT {hour_ago}, {hour_ago}, {NAME}, 'b', NULL, 'pci:' || {PCI}, "
             f"'xid', '31', 1, 'NVRM: Xid', json_object('severity', 'warning', 'action', 'restart_app') "
@@ -166,6 +169,11 @@ _HEALTH = {
     "ecc_uncorrectable_total": "0", "ecc_sram_threshold_exceeded": "false", "remap_failed": "false",
     "remap_pending": "false", "memory_unrepairable": "false", "remap_banks_none": "0",
     "slowdown_margin_c": "-2", "driver_version": "'580'", "library_version": "'580'", "driver_epoch": "1",
+}  # fmt: skip
+_NVLINK = {
+    "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'", "links": "18", "links_active": "18",
+    "links_up": "262143", "links_most": "18", "crc_errors_total": "0", "replays_total": "0",
+    "recoveries_total": "0", "ecc_errors_total": "0", "driver_epoch": "1",
 }  # fmt: skip
 _PCI = {"pci": PCI, "device_kind": "'gpu'", "present": "true", "gpu_uuid": UUID, "bound_driver": "'nvidia'"}
 _BENCH = {

@@ -8,6 +8,7 @@ from gpufleet_agent.drivers import Host
 from gpufleet_agent.drivers.sysfs import SysfsHost
 from gpufleet_agent.probe import run_probe
 from gpufleet_agent.probes import PROBES
+from gpufleet_agent.sampler import CARD_PROBES
 from gpufleet_agent.scenario import parse
 
 SCENARIO = b'[fleet]\nnodes = 1\ngpus = 8\nmodel = "H100"\nseed = 1\n'
@@ -23,7 +24,7 @@ def measure(repeats: int = 200) -> dict[str, float]:
     machine: Host = SysfsHost(Path("/"))
     found: dict[str, float] = {}
     for name, probe in PROBES.items():
-        host = cards if name.startswith("gpu") else machine
+        host = cards if name in CARD_PROBES else machine
         times = []
         for _ in range(repeats):
             sweep = run_probe(name, probe, host, print)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpufleet.event import Event
-from gpufleet.metric import Row, Value
+from gpufleet.metric import Null, Row, Value
 
 
 class DriverError(Exception):
@@ -161,16 +161,14 @@ class Gpu(Protocol):
             Lost, Hung: This card does not answer.
         """
 
+    def links(self) -> Sequence[Row] | Null:
+        """One row per link to other cards (NVLink), in order of their numbers: columns of probe "nvlink".
 
-class Link(Protocol):
-    """One link of a card to other cards, e.g. an NVLink."""
+        Empty where the card has none; a Null where nothing can be said of them now.
 
-    @property
-    def number(self) -> int:
-        """Counts from 0 per card."""
-
-    def read(self) -> Row:
-        """State, version, speed and error counters of this link."""
+        Raises:
+            Lost, Hung: This card does not answer.
+        """
 
 
 class Host(Protocol):
@@ -205,9 +203,6 @@ class Host(Protocol):
         Raises:
             DriverGone: Cards are on the bus but no driver answers.
         """
-
-    def links(self, gpu: Gpu) -> Sequence[Link]:
-        """The card's links to other cards; empty where it has none that can be read."""
 
     def pci_devices(self) -> Iterable[Row]:
         """GPUs, NVSwitches and HCAs on the bus by sysfs, independent of any driver."""

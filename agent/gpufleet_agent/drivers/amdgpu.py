@@ -164,6 +164,15 @@ class AmdGpu:
         self._still_there()
         return {name: text for name, text in found.items() if text.lower() not in _NO_TEXT}
 
+    def links(self) -> Sequence[Row]:
+        """None: those of AMD's cards are not read.
+
+        Raises:
+            Lost, Hung: This card does not answer.
+        """
+        self._answering()
+        return ()
+
     def read(self, group: str) -> Row:
         """The metrics of "ring", "gpu" or "gpu_health"; nothing for a group that is not read here.
 

@@ -44,6 +44,10 @@ class Model:
         banks: Memory banks whose rows can be remapped; 0 = none can.
         mig: Can be split into instances.
         fabric: Joins an NVLink fabric.
+        nvlink: Generation of its NVLinks; empty where it has none.
+        nvlinks: How many it has.
+        nvlinks_wired: How many of them lead somewhere: to a switch, or over a bridge to the card beside it.
+        nvlink_to: switch or gpu.
         own_memory: Has memory of its own; False where it shares the host's, and its bus too.
         guest: A share of a card in a virtual machine, which has few sensors.
     """
@@ -76,6 +80,10 @@ class Model:
     banks: int = 0
     mig: bool = False
     fabric: bool = False
+    nvlink: str = ""
+    nvlinks: int = 0
+    nvlinks_wired: int = 0
+    nvlink_to: str = "switch"
     own_memory: bool = True
     guest: bool = False
 
@@ -88,6 +96,7 @@ _H100 = Model(
     power_limit_w=700.0, power_busy_w=686.0, power_idle_w=71.0, power_capped=True,
     slowdown_c=89.0, warm_c=63.0, hbm=True, has_margin=True, has_serial=True,
     part_number="692-2G520-0200-000", vbios="96.00.89.00.01", banks=2560, mig=True, fabric=True,
+    nvlink="4.0", nvlinks=18, nvlinks_wired=18,
 )  # fmt: skip
 _H200 = Model(
     name="NVIDIA H200", device_id="2335", pci_class="0302", arch="Hopper", mem_bytes=143771 * _MIB,
@@ -97,6 +106,7 @@ _H200 = Model(
     power_limit_w=700.0, power_busy_w=684.0, power_idle_w=76.0, power_capped=True,
     slowdown_c=89.0, warm_c=64.0, hbm=True, has_margin=True, has_serial=True,
     part_number="692-2G520-0280-501", vbios="96.00.BC.00.01", banks=3072, mig=True, fabric=True,
+    nvlink="4.0", nvlinks=18, nvlinks_wired=18,
 )  # fmt: skip
 _A100 = Model(
     name="NVIDIA A100-SXM4-80GB", device_id="20b2", pci_class="0302", arch="Ampere", mem_bytes=81920 * _MIB,
@@ -106,6 +116,7 @@ _A100 = Model(
     power_limit_w=400.0, power_busy_w=388.0, power_idle_w=62.0, power_capped=True,
     slowdown_c=89.0, warm_c=61.0, hbm=True, has_margin=False, has_serial=True,
     part_number="692-2G506-0210-002", vbios="92.00.45.00.03", banks=640, mig=True,
+    nvlink="3.0", nvlinks=12, nvlinks_wired=12,
 )  # fmt: skip
 _RTX4090 = Model(
     name="NVIDIA GeForce RTX 4090", device_id="2684", pci_class="0300", arch="Ada", mem_bytes=24564 * _MIB,
@@ -128,8 +139,25 @@ _T4 = Model(
 
 _GH200 = replace(
     _H100, name="NVIDIA GH200 480GB", device_id="2342", mem_bytes=97871 * _MIB, fabric=False,
+    nvlink="", nvlinks=0, nvlinks_wired=0,
     power_limit_w=900.0, power_busy_w=640.0, power_capped=False, part_number="699-2G530-0200-300",
     vbios="96.00.68.00.02",
+)  # fmt: skip
+# of these three, clocks and power under load are estimates
+_B200 = replace(
+    _H200, name="NVIDIA B200", device_id="2901", arch="Blackwell", mem_bytes=183359 * _MIB,
+    sm_clock_max_mhz=1965, sm_clock_busy_mhz=1830, mem_clock_max_mhz=3996, mem_clock_idle_mhz=3996,
+    power_limit_w=1000.0, power_busy_w=968.0, power_idle_w=141.0, part_number="", vbios="", nvlink="5.0",
+)  # fmt: skip
+_H100_NVL = replace(
+    _H100, name="NVIDIA H100 NVL", device_id="2321", mem_bytes=95830 * _MIB, fabric=False,
+    sm_clock_max_mhz=1785, sm_clock_busy_mhz=1620, power_limit_w=400.0, power_busy_w=391.0, power_idle_w=62.0,
+    part_number="", vbios="", nvlinks_wired=12, nvlink_to="gpu",
+)  # fmt: skip
+_A100_PCIE = replace(
+    _A100, name="NVIDIA A100 80GB PCIe", device_id="20b5", mem_clock_max_mhz=1512, mem_clock_idle_mhz=1512,
+    sm_clock_busy_mhz=1290, power_limit_w=300.0, power_busy_w=293.0, power_idle_w=45.0,
+    part_number="", vbios="", nvlinks_wired=0, nvlink_to="gpu",
 )  # fmt: skip
 _L40S = Model(
     name="NVIDIA L40S", device_id="26b9", pci_class="0302", arch="Ada", mem_bytes=46068 * _MIB,
@@ -167,6 +195,7 @@ _VGPU = Model(
 
 SHORT: dict[str, Model] = {
     "H100": _H100, "H200": _H200, "A100": _A100, "RTX 4090": _RTX4090, "T4": _T4, "GH200": _GH200,
+    "B200": _B200, "H100 NVL": _H100_NVL, "A100 PCIe": _A100_PCIE,
     "L40S": _L40S, "RTX 6000 Ada": _RTX6000, "GB10": _GB10, "vGPU": _VGPU,
 }  # fmt: skip
 """Every model that can be simulated, by its short name."""

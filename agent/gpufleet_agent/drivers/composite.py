@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpufleet.event import Event
 from gpufleet.metric import Row, Value
-from gpufleet_agent.drivers import BenchResult, DriverError, Gpu, Host, Item, Link, Process
+from gpufleet_agent.drivers import BenchResult, DriverError, Gpu, Host, Item, Process
 
 _PER_DRIVER = ("driver", "driver_version")
 
@@ -18,7 +18,6 @@ class CompositeHost:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = tuple(hosts)
-        self._owner: dict[str, Host] = {}
 
     @property
     def epoch(self) -> int:
@@ -64,20 +63,12 @@ class CompositeHost:
         trouble: DriverError | None = None
         for host in self._hosts:
             try:
-                cards = host.gpus()
+                found.extend(host.gpus())
             except DriverError as error:
                 trouble = trouble or error
-                continue
-            self._owner.update((card.pci, host) for card in cards)
-            found.extend(cards)
         if trouble is not None and not found:
             raise trouble
         return found
-
-    def links(self, gpu: Gpu) -> Sequence[Link]:
-        """The card's links, by its own driver."""
-        owner = self._owner.get(gpu.pci)
-        return owner.links(gpu) if owner else ()
 
     def pci_devices(self) -> Iterable[Row]:
         """The bus, by sysfs."""

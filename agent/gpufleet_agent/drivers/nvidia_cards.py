@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 
-_FIGURES = ("sm_clock_max_mhz", "mem_clock_max_mhz", "power_limit_default_w", "pcie_gen_card_max", "nvlinks")
+_FIGURES = ("sm_clock_max_mhz", "mem_clock_max_mhz", "power_limit_default_w", "pcie_gen_card_max")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from gpufleet_agent.drivers import (
     Ring,
     nvidia_cards,
     nvml_health,
+    nvml_links,
 )
 from gpufleet_agent.drivers.nvml_card import Card, Library
 from gpufleet_agent.drivers.nvml_errors import MISMATCH, UNINITIALIZED, UNKNOWN, FailedError, known
@@ -87,6 +88,7 @@ class NvmlGpu:
         self.uuid = uuid
         self.card = Card(host, index, pci)
         self._host = host
+        self._links = nvml_links.Links(self.card, host.clock)
         self._split: bool | None = None
         self._kind: nvidia_cards.CardModel | None = None
         self._asked_kind = False
@@ -147,6 +149,17 @@ class NvmlGpu:
         if group == "ring":
             return self._read_ring()
         return self._read_gpu() if group == "gpu" else self._read_health()
+
+    def links(self) -> Sequence[Row] | Null:
+        """One row per NVLink, those that lead nowhere too; empty where the card has none.
+
+        Raises:
+            Lost, Hung: This card does not answer.
+            DriverGone: No card answers any more.
+        """
+        if self._host.sysfs.runtime_status(self.pci) == "suspended":
+            return _ASLEEP
+        return self.card.refused() or self._links.read(self._generation())
 
     def processes(self) -> list[Process]:
         """Processes that compute on the card; empty when it does not answer.

@@ -23,7 +23,7 @@ from gpufleet_agent.drivers.nvml_errors import (
     known,
     null,
 )
-from gpufleet_agent.drivers.nvml_values import Field, Values, field_value
+from gpufleet_agent.drivers.nvml_values import Field, field_value, field_values
 
 if TYPE_CHECKING:
     from gpufleet_agent.drivers.nvml import NvmlHost
@@ -98,9 +98,9 @@ class Card:
         sure = known(trouble.code).lost and (trouble.code != UNKNOWN or self._is_lost(trouble))
         self._ask_again = self._host.clock() + (_RETRY_LOST_S if sure else _RETRY_S)
 
-    def forget(self) -> None:
-        """Ask for everything again: the card was set up differently."""
-        self._absent.clear()
+    def forget(self, of: str = "") -> None:
+        """Ask again for what it is known not to have, where the key begins so: it was set up differently."""
+        self._absent = {key: known for key, known in self._absent.items() if not key.startswith(of)}
 
     def refused(self) -> Null | None:
         """See to it that the card has a handle; else why it may not be asked.
@@ -154,8 +154,12 @@ class Card:
         answer = self.ask(name, ctypes.pointer(struct), key=f"{name} {type(struct).__name__}")
         return answer if isinstance(answer, Null) else struct
 
-    def fields(self, wanted: Iterable[Field]) -> dict[str, Cell]:
+    def fields(self, wanted: Iterable[Field], batch: str = _BATCH) -> dict[str, Cell]:
         """Fields in one call, by our names. What the card is known not to have is not asked for.
+
+        Args:
+            wanted: The fields; each name once.
+            batch: Under which it is remembered that the card has none of them.
 
         Raises:
             Lost: The card is gone.
@@ -163,17 +167,18 @@ class Card:
         """
         found: dict[str, Cell] = {}
         ask: list[Field] = []
+        none = self._remembered(batch)
         for field in wanted:
-            remembered = self._remembered(_BATCH) or self._remembered(_field_key(field))
+            remembered = none or self._remembered(_field_key(field))
             found[field.name] = remembered or Null(Reason.NOT_READ)
             if remembered is None:
                 ask.append(field)
         if ask:
-            found.update(self._batch(ask))
+            found.update(self._batch(ask, batch))
         return found
 
-    def _batch(self, fields: Sequence[Field]) -> Mapping[str, Cell]:
-        numbers = [field.id for field in fields]
+    def _batch(self, fields: Sequence[Field], batch: str) -> Mapping[str, Cell]:
+        numbers = [field.id if field.scope is None else (field.id, field.scope) for field in fields]
         if self._trouble is not None:
             return dict.fromkeys((field.name for field in fields), null(self._trouble))
         try:
@@ -182,16 +187,15 @@ class Card:
             if trouble.code == INVALID_ARGUMENT and len(fields) > 1:
                 # an old driver may refuse them all for one that it does not know
                 middle = len(fields) // 2
-                return {**self._batch(fields[:middle]), **self._batch(fields[middle:])}
+                return {**self._batch(fields[:middle], batch), **self._batch(fields[middle:], batch)}
             if trouble.code == INVALID_ARGUMENT:
                 unknown = FailedError(NOT_SUPPORTED, str(trouble))
                 return {fields[0].name: self._failed(_field_key(fields[0]), unknown)}
-            return dict.fromkeys((field.name for field in fields), self._failed(_BATCH, trouble))
-        by_number = {field.id: field for field in fields}
+            return dict.fromkeys((field.name for field in fields), self._failed(batch, trouble))
+        by_number = {(field.id, field.scope or 0): field for field in fields}
         found: dict[str, Cell] = {}
-        values = [answer[place] for place in range(len(answer))] if isinstance(answer, Values) else []
-        for value in values:
-            field = by_number.get(getattr(value, "fieldId", -1))
+        for value in field_values(answer):
+            field = by_number.get((getattr(value, "fieldId", -1), getattr(value, "scopeId", 0)))
             if field is not None:
                 found[field.name] = self._field(field, value)
         return found
@@ -270,4 +274,4 @@ class Card:
 
 
 def _field_key(field: Field) -> str:
-    return f"field {field.id}"
+    return f"field {field.id}" if field.scope is None else f"link {field.scope} field {field.id}"

@@ -70,6 +70,15 @@ def word(value: object, words: Mapping[int, str]) -> str | Null:
     return words.get(int(found), f"unknown_{found:g}"[:32])
 
 
+def bit_error_rate(value: object) -> float | Null:
+    """Of a link: exponent in the low byte, mantissa in four bits above it. The largest exponent is none."""
+    found = number(value)
+    if not isinstance(found, int):
+        return found if isinstance(found, Null) else Null(Reason.FAILED, "float")
+    mantissa, exponent = found >> 8 & 0xF, found & 0xFF
+    return 0.0 if exponent == 0xFF else mantissa * 10.0**-exponent
+
+
 def watts(value: object) -> float | Null:
     """From milliwatts."""
     return scaled(value, 1e-3)
@@ -88,11 +97,13 @@ class Field:
         id: NVIDIA's number; it stays the same for good.
         name: Our column.
         cell: What makes a cell of the raw value.
+        scope: Number of the link that it is asked of; None = the card.
     """
 
     id: int
     name: str
     cell: Callable[[object], Cell] = number
+    scope: int | None = None
 
 
 def part(struct: object, name: str) -> object:
@@ -105,6 +116,32 @@ def place(values: object, index: int) -> object:
     if isinstance(values, Null):
         return values
     return values[index] if isinstance(values, list | tuple) and index < len(values) else None
+
+
+class _Union(ctypes.Union):
+    _fields_ = (
+        ("dVal", ctypes.c_double), ("uiVal", ctypes.c_uint), ("ulVal", ctypes.c_ulong),
+        ("ullVal", ctypes.c_ulonglong), ("sllVal", ctypes.c_longlong), ("siVal", ctypes.c_int),
+        ("usVal", ctypes.c_ushort),
+    )  # fmt: skip
+
+
+class FieldValue(ctypes.Structure):
+    """One answer of the batch call."""
+
+    _fields_ = (
+        ("fieldId", ctypes.c_uint), ("scopeId", ctypes.c_uint), ("timestamp", ctypes.c_longlong),
+        ("latencyUsec", ctypes.c_longlong), ("valueType", ctypes.c_uint), ("nvmlReturn", ctypes.c_uint),
+        ("value", _Union),
+    )  # fmt: skip
+
+
+def field_values(answer: object) -> list[object]:
+    """The answers of the batch call; none of something else."""
+    if isinstance(answer, ctypes.Array) and ctypes.sizeof(answer) == len(answer) * ctypes.sizeof(FieldValue):
+        # the same memory: the binding's own structure takes microseconds to read a member of
+        return list((FieldValue * len(answer)).from_buffer(answer))
+    return [answer[place] for place in range(len(answer))] if isinstance(answer, Values) else []
 
 
 def field_value(value: object) -> int | float:

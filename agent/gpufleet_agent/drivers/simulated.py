@@ -19,7 +19,6 @@ from gpufleet_agent.drivers import (
     Gpu,
     Hung,
     Item,
-    Link,
     Lost,
     NoProgress,
     Process,
@@ -30,6 +29,7 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
+from gpufleet_agent.drivers.simulated_nvlink import links
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
 
@@ -131,6 +131,14 @@ class SimulatedGpu:
             if not self.ring.values.get(name):
                 row |= {f"{name}{end}": cell for end in ("", "_min", "_p10")}
         return row
+
+    def links(self) -> Sequence[Row]:
+        """One row per NVLink.
+
+        Raises:
+            Lost, Hung: This card does not answer.
+        """
+        return self._host.links(self.answer("links"))
 
     def answer(self, call: str) -> CardPhase:
         """What holds for the card now, if it answers.
@@ -356,9 +364,14 @@ class SimulatedHost:
             self._listed = listed
         return self._gpus
 
-    def links(self, gpu: Gpu) -> Sequence[Link]:
-        """None: NVLinks are not simulated."""
-        return ()
+    def links(self, phase: CardPhase) -> Sequence[Row]:
+        """The NVLinks of a card, as they are now."""
+        faults = self._scenario.faults(self._name, phase.board.slot)
+        loaded = [one for one in self._node.phases if one.epoch == phase.epoch]
+        loaded_at = loaded[0].start if phase.epoch > 1 else loaded[0].booted_at
+        beside = phase.board.slot ^ 1
+        peer = self._cards[beside].at(self.now()).board.pci if beside < len(self._cards) else ""
+        return links(self.model, phase, faults, loaded_at, peer, self.now())
 
     def pci_devices(self) -> Iterable[Row]:
         """The cards as the bus sees them."""

@@ -17,7 +17,6 @@ from gpufleet_agent.drivers import (
     DriverGone,
     Gpu,
     Item,
-    Link,
     NoProgress,
     Process,
     Progress,
@@ -396,10 +395,6 @@ class SysfsHost:
         """
         if self.sysfs.nvidia_cards():
             raise DriverGone("no_library", "NVIDIA cards are on the bus, but nothing to ask them with")
-        return ()
-
-    def links(self, gpu: Gpu) -> Sequence[Link]:
-        """None."""
         return ()
 
     def pci_devices(self) -> Iterable[Row]:

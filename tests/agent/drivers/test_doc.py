@@ -13,6 +13,7 @@ PAGE = (ROOT / "docs/drivers.md").read_text()
 SECTIONS = {
     "gpu": "### `gpu`",
     "gpu_health": "### `gpu_health`",
+    "nvlink": "### `nvlink`",
     "pci": "`pci`, every",
     "host": "`host`, every",
 }
@@ -32,7 +33,7 @@ def test_every_column_has_its_source(name: str) -> None:
     rows = [line.split("|") for line in section(name).splitlines() if line.startswith("| `")]
     words = {word for row in rows for word in named(row[1])}
     columns = {metric.name for metric in PROBES[name].METRICS}
-    if name == "gpu_health":
+    if name in ("gpu_health", "nvlink"):
         columns -= {"gpu_uuid", "gpu_index", "pci", "state", "driver_epoch"}  # as in gpu
     assert {column for column in columns if not any(fnmatch(column, word) for word in words)} == set()
     assert {word for word in words if not any(fnmatch(column, word) for column in columns)} == set()
@@ -64,4 +65,6 @@ def test_every_field_number_is_named() -> None:
     fields = {int(number) for number in re.findall(r"Field\((\d+), ", source)}
     for places in re.findall(r'_places\("\w+", ([\d, ]+)\)', source):
         fields |= {int(number) for number in places.split(",")}
+    for first, then in re.findall(r'_Counter\("\w+", (\d+)(?:, then=(\d+))?', source):
+        fields |= {int(first), int(then or first)}
     assert fields - numbers == set()

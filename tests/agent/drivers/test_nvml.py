@@ -159,8 +159,6 @@ def test_identity(host: NvmlHost, nvml: Nvml) -> None:
         "device_id": "2330",
         "card_kind": "datacenter",
         "form_factor": "sxm5",
-        "nvlinks": "18",
-        "from_catalogue": "nvlinks",
         "virtualization": "passthrough",
         "inforom_state": "ok",
         "inforom_checksum": "305419896",
@@ -1046,4 +1044,4 @@ def test_the_catalogue_fills_in_what_the_driver_does_not_say(host: NvmlHost, nvm
     nvml.fail |= {"nvmlDeviceGetMaxClockInfo": 3, "nvmlDeviceGetPowerManagementDefaultLimit": 3}
     found = host.gpus()[0].identity()
     assert (found["sm_clock_max_mhz"], found["power_limit_default_w"]) == ("1980", "700")
-    assert found["from_catalogue"] == "sm_clock_max_mhz,mem_clock_max_mhz,power_limit_default_w,nvlinks"
+    assert found["from_catalogue"] == "sm_clock_max_mhz,mem_clock_max_mhz,power_limit_default_w"

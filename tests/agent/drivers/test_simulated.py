@@ -20,6 +20,7 @@ from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.probe import run_probe
 from gpufleet_agent.probes import PROBES
 from gpufleet_agent.probes import gpu as gpu_probe
+from gpufleet_agent.sampler import CARD_PROBES
 from gpufleet_agent.scenario import KINDS, Scenario, load, parse
 
 Play = Callable[..., SimulatedHost]
@@ -70,7 +71,7 @@ def test_every_probe_row_of_every_host_is_plausible_and_whole(clock: Clock) -> N
                 gpu_probe.tick(host)
             for name, probe in PROBES.items():
                 sweep = run_probe(name, probe, host, pytest.fail)
-                assert sweep.error == ("driver_not_loaded" if gone and name.startswith("gpu") else "")
+                assert sweep.error == ("driver_not_loaded" if gone and name in CARD_PROBES else "")
                 bad = {Reason.IMPLAUSIBLE, Reason.NOT_READ, Reason.NO_PERMISSION}
                 assert not any(reason in bad for reasons in sweep.reasons for reason in reasons)
 

@@ -48,6 +48,11 @@ def answer(host: NvmlHost, do: str, index: int, group: str) -> object:
     if do == "processes":
         return [[one.pid, one.pci, one.mem_used_bytes, one.suspect] for one in host.processes()]
     gpu = host.gpus()[index]
+    if do == "links":
+        links = gpu.links()
+        if isinstance(links, Null):
+            return plain(links)
+        return [{name: plain(cell) for name, cell in row.items()} for row in links]
     if do == "identity":
         return dict(gpu.identity())
     return {name: plain(cell) for name, cell in gpu.read(group).items()}

@@ -5,7 +5,8 @@
  *   fail NAME[@1] CODE          the call answers with an error
  *   text NAME[@1] WORDS         a string getter's answer      bytes NAME[@1] HEX   the same, any bytes
  *   number NAME[@1] N [N...]    numbers of a call, in the order of its structure
- *   field ID[@1] TYPE VALUE RET one answer of the batch
+ *   field ID[:LINK][@1] TYPE VALUE RET   one answer of the batch
+ *   fail NAME:LINK[@1] CODE     the call answers so for one link; "number links N": how many links there are
  *   block NAME[@1]              the call returns when the line is gone
  *   crash NAME[@1]              the call ends the process
  *
@@ -276,6 +277,38 @@ EXPORT int nvmlDeviceGetMemoryInfo(void *card, struct memory *out) {
     return 0;
 }
 
+/* ---- its links */
+
+static int of_link(const char *name, void *card, unsigned link) {
+    char one[96], rest[64];
+    int ret = begin(name, card), links = (int)number("links", card, 0, 0);
+    if (ret) return ret;
+    snprintf(one, sizeof one, "%s:%u", name, link);
+    if (say("fail", one, slot_of(card), rest, sizeof rest)) return atoi(rest);
+    return links == 0 ? 3 : (int)link < links ? 0 : 2;
+}
+#define OF_LINK(name, usual) \
+    EXPORT int name(void *card, unsigned link, unsigned *out) { \
+        int ret = of_link(#name, card, link); \
+        if (!ret) *out = (unsigned)number(#name, card, (int)link, usual); \
+        return ret; \
+    }
+OF_LINK(nvmlDeviceGetNvLinkState, 1)
+OF_LINK(nvmlDeviceGetNvLinkVersion, 6)
+OF_LINK(nvmlDeviceGetNvLinkRemoteDeviceType, 2)
+EXPORT int nvmlDeviceGetNvLinkErrorCounter(void *card, unsigned link, unsigned counter, unsigned long long *out) {
+    int ret = of_link("nvmlDeviceGetNvLinkErrorCounter", card, link);
+    if (!ret) *out = 1000 * link + counter;
+    return ret;
+}
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *card, unsigned link, struct pci_info *out) {
+    int ret = of_link("nvmlDeviceGetNvLinkRemotePciInfo_v2", card, link);
+    if (ret) return ret;
+    memset(out, 0, sizeof *out);
+    snprintf(out->bus_id, sizeof out->bus_id, "%08X:%02X:00.0", 0, 7 + link % 4);
+    return 0;
+}
+
 /* ---- how it is */
 
 PAIR(nvmlDeviceGetEccMode, 1, 1)
@@ -330,12 +363,13 @@ EXPORT int nvmlDeviceGetFieldValues(void *card, int size, struct field_value *ou
     int ret = begin("nvmlDeviceGetFieldValues", card);
     if (ret) return ret;
     for (int i = 0; i < size; i++) {
-        char id[16], rest[128];
+        char id[16], one[32], rest[128];
         snprintf(id, sizeof id, "%u", out[i].id);
+        snprintf(one, sizeof one, "%u:%u", out[i].id, out[i].scope);
         out[i].type = 3;
         out[i].ret = 3;
         out[i].value.ull = 0xDEADBEEFDEADBEEFull; /* whoever reads this did not look at ret */
-        if (say("field", id, slot_of(card), rest, sizeof rest)) {
+        if (say("field", one, slot_of(card), rest, sizeof rest) || say("field", id, slot_of(card), rest, sizeof rest)) {
             char *word = rest;
             out[i].type = (uint32_t)strtoul(word, &word, 0);
             char *value = word;

@@ -57,7 +57,8 @@ def states(reader: Reader) -> list[object]:
 def used() -> set[str]:
     """The binding's functions that the driver names."""
     folder = Path(nvml_module.__file__).parent
-    texts = [folder.joinpath(name).read_text() for name in ("nvml.py", "nvml_card.py", "nvml_health.py")]
+    names = ("nvml.py", "nvml_card.py", "nvml_health.py", "nvml_links.py")
+    texts = [folder.joinpath(name).read_text() for name in names]
     return set(re.findall(r'"(nvml[A-Z]\w+)"', "".join(texts)))
 
 

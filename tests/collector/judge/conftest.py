@@ -9,7 +9,7 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -20,6 +20,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 PROBES: dict[str, tuple[Metric, ...]] = {
     "gpu": gpu.METRICS,
     "gpu_health": gpu_health.METRICS,
+    "nvlink": nvlink.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
     "agent": agent.METRICS,
