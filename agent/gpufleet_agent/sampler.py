@@ -243,7 +243,9 @@ class Sampler:
 _IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"}
 _BUS_ATTRIBUTES = (
     "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
-    "pcie_gen_max", "pcie_width_max", "numa_node", "parent",
+    "pcie_gen_max", "pcie_width_max", "numa_node", "parent", "path",
+    "path_gen_possible", "path_width_possible", "pcie_gen_best", "pcie_width_best", "path_gen_best",
+    "path_width_best",
 )  # fmt: skip
 
 
