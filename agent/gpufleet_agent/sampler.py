@@ -265,7 +265,9 @@ def read_inventory(
     complete = host.whole and bus
     begin("probe pci")
     for row in host.pci_devices() if bus else ():
-        found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
+        # what a link can do is told as it was last seen: a device that sleeps or left does not say
+        cells = {key: row.get(f"{key}_seen", row.get(key)) for key in _BUS_ATTRIBUTES}
+        found = {key: str(cell) for key, cell in cells.items() if isinstance(cell, str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
     begin("inventory")
     try:

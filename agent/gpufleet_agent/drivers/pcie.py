@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from gpufleet.metric import Cell, Null, Reason
@@ -26,6 +27,7 @@ _RUNTIME = ("active", "suspended", "suspending", "resuming", "error", "unsupport
 _GONE_WIDTH = "63"
 _ONES = b"\xff\xff\xff\xff"
 _SEVERITIES = {"corrected": "correctable", "nonfatal": "nonfatal", "fatal": "fatal"}
+_TOTALS = ("TOTAL_ERR_COR", "TOTAL_ERR_NONFATAL", "TOTAL_ERR_FATAL")
 _EXTENDED = 0x100
 _MOST_CAPABILITIES = 64
 _ACS = 0x000D
@@ -88,12 +90,14 @@ class Pcie:
 
     def ports(self, address: str) -> tuple[str, ...]:
         """The ports above a device, root first; none for one that sits at a root."""
-        found: list[str] = []
-        above = os.path.dirname(os.path.realpath(self._devices / address))
-        while ADDRESS.fullmatch(os.path.basename(above)):
-            found.append(os.path.basename(above))
-            above = os.path.dirname(above)
-        return tuple(reversed(found))
+        try:
+            names = os.readlink(self._devices / address).split("/")[:-1]
+        except OSError:
+            return ()
+        first = len(names)
+        while first and ADDRESS.fullmatch(names[first - 1]):
+            first -= 1
+        return tuple(names[first:])
 
     def path(self, address: str, own: End, ports: Sequence[str], known: dict[str, End]) -> dict[str, Cell]:
         """The links from the device to its root: each one, the slowest and the narrowest.
@@ -136,8 +140,8 @@ class Pcie:
         named: list[str] = []
         for severity, word in _SEVERITIES.items():
             text = files.read(self._devices / address / f"aer_dev_{word}")
-            found[f"aer_{severity}_total"] = files.parsed(text, _total)
-            named += [f"{severity} {name} {count}" for name, count in _counts(text).items()]
+            found[f"aer_{severity}_total"], counts = (text, ()) if isinstance(text, Null) else _counts(text)
+            named += [f"{severity} {count}" for count in counts]
         unread = found["aer_corrected_total"]
         found["aer_errors"] = unread if isinstance(unread, Null) and not named else ", ".join(named[:24])
         return found
@@ -231,6 +235,8 @@ class Best:
 
 
 _BEST = {
+    "pcie_gen_max_seen": "pcie_gen_max",
+    "pcie_width_max_seen": "pcie_width_max",
     "pcie_gen_best": "pcie_gen",
     "pcie_width_best": "pcie_width",
     "path_gen_best": "path_gen",
@@ -294,18 +300,16 @@ def _lanes(text: str) -> Cell:
     return lanes if lanes in (1, 2, 4, 8, 12, 16, 32) else Null(Reason.FAILED, text.strip()[:8])
 
 
-def _total(text: str) -> Cell:
-    """The line TOTAL_ERR_... of an error file."""
-    found = re.search(r"^TOTAL_ERR_(?:COR|NONFATAL|FATAL) ([0-9]{1,19})$", text, re.MULTILINE)
-    return int(found[1]) if found else files.UNPARSABLE
+@lru_cache(maxsize=64)
+def _counts(text: str) -> tuple[Cell, tuple[str, ...]]:
+    """The line TOTAL_ERR_... of an error file, and the kinds that were counted at all.
 
-
-def _counts(text: str | Null) -> dict[str, int]:
-    """The kinds of errors that were counted at all."""
-    if isinstance(text, Null):
-        return {}
-    lines = re.findall(r"^([A-Za-z][A-Za-z0-9]{1,31}) ([0-9]{1,19})$", text, re.MULTILINE)
-    return {name: int(count) for name, count in lines if int(count)}
+    Nearly all such files of a host are the same: nothing but noughts.
+    """
+    counts = re.findall(r"^([A-Za-z]\w{1,31}) ([0-9]{1,19})$", text, re.MULTILINE | re.ASCII)
+    totals = [int(count) for name, count in counts if name in _TOTALS]
+    kinds = [f"{name} {int(count)}" for name, count in counts if name not in _TOTALS and int(count)]
+    return totals[0] if totals else files.UNPARSABLE, tuple(kinds)
 
 
 def _at(path: Path, place: int) -> bytes | Null:

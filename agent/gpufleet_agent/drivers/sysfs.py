@@ -81,6 +81,7 @@ class Sysfs:
         self._skip = frozenset(skip)
         self._ask_driver = ask_driver
         self._told: dict[str, tuple[int, str]] = {}
+        self._known: dict[str, tuple[int, tuple[str, str]]] = {}
 
     def pci_devices(self) -> list[Row]:
         """GPUs, NVSwitches and HCAs, in order of their addresses; the columns of probe `pci`, and `Best`.
@@ -92,10 +93,7 @@ class Sysfs:
         known: dict[str, End] = {}
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = (
-                files.hexadecimal(files.read(device / "vendor")),
-                files.hexadecimal(files.read(device / "class")),
-            )
+            vendor, pci_class = self._numbers(name)
             kind = self._kind(device, vendor, pci_class)
             if kind:
                 rows.append(self._device(device, kind, vendor, known))
@@ -106,10 +104,7 @@ class Sysfs:
         found: list[str] = []
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = (
-                files.hexadecimal(files.read(device / "vendor")),
-                files.hexadecimal(files.read(device / "class")),
-            )
+            vendor, pci_class = self._numbers(name)
             is_card = vendor == NVIDIA and self._kind(device, vendor, pci_class) == "gpu"
             if is_card and files.link(device / "driver") not in ("vfio-pci", "pci-stub"):
                 found.append(name)
@@ -121,20 +116,11 @@ class Sysfs:
         Raises:
             DriverError: The bus cannot be listed.
         """
-        return [
-            name
-            for name in self._addresses()
-            if files.hexadecimal(files.read(self._pci / name / "vendor")) == vendor
-        ]
+        return [name for name in self._addresses() if self._numbers(name)[0] == vendor]
 
     def kind(self, address: str) -> str:
         """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
-        device = self._pci / address
-        return self._kind(
-            device,
-            files.hexadecimal(files.read(device / "vendor")),
-            files.hexadecimal(files.read(device / "class")),
-        )
+        return self._kind(self._pci / address, *self._numbers(address))
 
     def present(self, address: str) -> Cell:
         """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
@@ -293,6 +279,18 @@ class Sysfs:
         except OSError as error:
             raise DriverError(files.errno_word(error), f"{self._pci}: {error.strerror}") from error
         return sorted(name for name in names if ADDRESS.fullmatch(name))
+
+    def _numbers(self, name: str) -> tuple[str, str]:
+        """Vendor and class of a device; read once, for a bus has hundreds of devices that concern nobody."""
+        home = files.inode(self._pci / name)
+        known = self._known.get(name)
+        if known is not None and known[0] == home:
+            return known[1]
+        texts = (files.read(self._pci / name / file) for file in ("vendor", "class"))
+        vendor, pci_class = map(files.hexadecimal, texts)
+        if home and vendor and pci_class:
+            self._known[name] = (home, (vendor, pci_class))
+        return vendor, pci_class
 
     def _kind(self, device: Path, vendor: str, pci_class: str) -> str:
         group = pci_class[:4]
