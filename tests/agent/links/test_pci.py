@@ -379,3 +379,16 @@ def test_a_simulated_guest_sees_no_path_and_no_counters() -> None:
     assert {row["path_width"], row["aer_fatal_total"], row["port_aer_errors"]} == {
         Null(Reason.NOT_SUPPORTED, "ENOENT")
     }
+
+
+def test_what_is_replaced_at_an_address_is_read_anew(tree: Plant) -> None:
+    root = tree("hgx-h100")
+    bus = Sysfs(root)
+    assert bus.kind(CARD) == "gpu"
+    link = root / "sys/bus/pci/devices" / CARD
+    link.unlink()
+    link.symlink_to(home(root, "0000:dc:00.0"))
+    assert bus.kind(CARD) == "hca"
+    link.unlink()
+    assert bus.kind(CARD) == ""
+    assert CARD not in {row["pci"] for row in bus.pci_devices()}
