@@ -243,7 +243,9 @@ class Sampler:
 _IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver", "links_most"}
 _BUS_ATTRIBUTES = (
     "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
-    "pcie_gen_max", "pcie_width_max", "numa_node", "parent",
+    "pcie_gen_max", "pcie_width_max", "numa_node", "parent", "path",
+    "path_gen_possible", "path_width_possible", "pcie_gen_best", "pcie_width_best", "path_gen_best",
+    "path_width_best",
 )  # fmt: skip
 
 
@@ -263,7 +265,9 @@ def read_inventory(
     complete = host.whole and bus
     begin("probe pci")
     for row in host.pci_devices() if bus else ():
-        found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
+        # what a link can do is told as it was last seen: a device that sleeps or left does not say
+        cells = {key: row.get(f"{key}_seen", row.get(key)) for key in _BUS_ATTRIBUTES}
+        found = {key: str(cell) for key, cell in cells.items() if isinstance(cell, str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
     begin("inventory")
     try:

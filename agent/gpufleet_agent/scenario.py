@@ -122,6 +122,14 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "pcie_replays": Kind(True, {"per_minute": Accepts(60, 1, 10**9)}),
+    "aer_errors": Kind(
+        True,
+        {
+            "per_minute": Accepts(60, 0.01, 10**9),
+            "severity": Accepts("corrected", words=("corrected", "nonfatal", "fatal")),
+            "end": Accepts("card", words=("card", "port")),
+        },
+    ),
     "mig_on": Kind(True, {}),
     "persistence_off": Kind(True, {}),
     "nvlink_down": Kind(True, {"link": Accepts(0, 0, 35), "count": Accepts(1, 1, 36)}),
@@ -557,6 +565,7 @@ _NEEDS: dict[str, Callable[[cards.Model], bool]] = {
     "nvlink_errors": lambda model: model.nvlinks_wired > 0,
     "nvlink_training": lambda model: model.nvlinks_wired > 0,
     "pcie_replays": lambda model: model.own_memory and not model.guest,
+    "aer_errors": lambda model: not model.guest,
     "recovery_action": lambda model: not model.guest,
 }
 """What a card must have for a fault to show."""

@@ -95,13 +95,16 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
     ),
     "pci": _of(
         string="""
-            pci device_kind vendor_id device_id bound_driver gpu_uuid parent runtime_status
+            pci device_kind vendor_id device_id bound_driver gpu_uuid parent runtime_status path path_links
+            slowest narrowest aer_errors port_aer_errors
         """,
         i64="""
             numa_node
         """,
         u64="""
-            pcie_gen pcie_gen_max pcie_width pcie_width_max
+            pcie_gen pcie_gen_max pcie_width pcie_width_max path_gen path_gen_max path_width
+            path_width_max aer_corrected_total aer_nonfatal_total aer_fatal_total
+            port_aer_corrected_total port_aer_nonfatal_total port_aer_fatal_total
         """,
         boolean="""
             present excluded

@@ -113,6 +113,10 @@ def _fill(store: Store, nodes: int, cards: int, minutes: int) -> None:
             f"INSERT INTO live.inventory SELECT {NAME}, 'gpu:' || {UUID}, 'gpu', {UUID}, "
             f"'SN' || node || '-' || card, {PCI}, 'NVIDIA H100 80GB HBM3', NULL, card, "
             f"json_object('nvlinks_active', '18'), {day}, NULL FROM {fleet}, {each}",
+            f"INSERT INTO live.inventory SELECT {NAME}, 'pci:' || {PCI}, 'pci', NULL, NULL, {PCI}, "
+            "NULL, NULL, NULL, "
+            '\'{"pcie_width_best": "16", "path_width_best": "16", "path_gen_best": "5"}\', '
+            f"{day}, NULL FROM {fleet}, {each}",
             "INSERT INTO live.expected SELECT node, uuid, serial, pci, model, slot, 'accepted', 'me', "
             f"{day}, '' FROM live.inventory WHERE kind = 'gpu'",
             "INSERT INTO live.probe SELECT node, unnest(['gpu', 'pci', 'gpu_health', 'nvlink']), "
@@ -162,7 +166,8 @@ _GPU = {
     "temperature_margin_c": "20", "clock_reasons": "0",
     "hw_brake_s_total": "3.5", "hw_thermal_s_total": "1.5", "sw_thermal_s_total": "0.5",
     "power_cap_s_total": "100", "mem_used_bytes": "70000000000", "mem_total_bytes": "80000000000",
-    "driver_epoch": "1",
+    "driver_epoch": "1", "pstate": "0",
+    "pcie_gen": "5", "pcie_gen_max": "5", "pcie_width": "16", "pcie_width_max": "16",
 }  # fmt: skip
 _HEALTH = {
     "gpu_uuid": UUID, "gpu_index": "card", "pci": PCI, "state": "'ok'", "recovery_action": "'none'",
@@ -175,7 +180,24 @@ _NVLINK = {
     "links_up": "262143", "links_most": "18", "crc_errors_total": "0", "replays_total": "0",
     "recoveries_total": "0", "ecc_errors_total": "0", "driver_epoch": "1",
 }  # fmt: skip
-_PCI = {"pci": PCI, "device_kind": "'gpu'", "present": "true", "gpu_uuid": UUID, "bound_driver": "'nvidia'"}
+_PCI = {
+    "pci": PCI,
+    "device_kind": "'gpu'",
+    "present": "true",
+    "gpu_uuid": UUID,
+    "bound_driver": "'nvidia'",
+    "path": "'0000:00:01.0/0000:01:00.0'",
+    "path_links": "'5x16/5x16'",
+    "slowest": PCI,
+    "narrowest": PCI,
+    **dict.fromkeys(("pcie_gen", "pcie_gen_max", "path_gen", "path_gen_max"), "5"),
+    **dict.fromkeys(("pcie_width", "pcie_width_max", "path_width", "path_width_max"), "16"),
+    **{
+        f"{end}aer_{kind}_total": "tick * ((node + card) % 997 = 0)::INT"
+        for end in ("", "port_")
+        for kind in ("corrected", "nonfatal", "fatal")
+    },
+}
 _BENCH = {
     "entity": f"'gpu:' || {UUID}", "peer": "''", "version": "'1'", "convention": "'copied_once'",
     "params_hash": "'ab'", "value": "55 + random()", "unit": "'GB/s'", "status": "'ok'", "reason": "''",

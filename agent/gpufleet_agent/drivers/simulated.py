@@ -30,6 +30,7 @@ from gpufleet_agent.drivers import (
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.simulated_nvlink import links
+from gpufleet_agent.drivers.simulated_pcie import way
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
 
@@ -38,7 +39,6 @@ CUDA = "12.8"
 
 _RING = ("util_pct", "sm_clock_mhz", "power_w")
 _ABSENT = Null(Reason.NOT_SUPPORTED, "NVML 3")
-_UNREADABLE = Null(Reason.FAILED, "EIO")
 _GONE_WORDS = {
     "driver_not_loaded": "NVIDIA driver not loaded",
     "no_library": f"NVIDIA {DRIVER} without its library",
@@ -380,26 +380,18 @@ class SimulatedHost:
         return [self._pci(phase) for phase in phases if phase.bus != "absent"]
 
     def _pci(self, phase: CardPhase) -> Row:
-        present = phase.bus == "ok"
-        link: dict[str, Cell] = dict.fromkeys(_PCIE, _UNREADABLE)
-        if present and self.model.guest:
-            link = dict.fromkeys(_PCIE, Null(Reason.NOT_SUPPORTED, "ENOENT"))
-        elif present:
-            gen = self.model.pcie_gen
-            link = dict(zip(_PCIE, (phase.gen_now(self.model), gen, phase.width, 16), strict=True))
         return {
             "pci": phase.board.pci,
             "device_kind": "gpu",
             "vendor_id": "10de",
             "device_id": self.model.device_id,
-            "present": present,
+            "present": phase.bus == "ok",
             "bound_driver": "nvidia" if phase.bound else "",
             "gpu_uuid": phase.board.uuid if phase.bound else Null(Reason.NOT_SUPPORTED, "ENOENT"),
             "excluded": phase.excluded if phase.bound else Null(Reason.NOT_SUPPORTED, "ENOENT"),
-            **link,
             "numa_node": phase.board.slot % 8 // 4,
-            "parent": phase.board.parent,
             "runtime_status": "active",
+            **way(self.model, self._cards[phase.board.slot], self.now()),
         }
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:

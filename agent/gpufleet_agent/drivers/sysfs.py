@@ -23,16 +23,13 @@ from gpufleet_agent.drivers import (
     files,
 )
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
 
 NVIDIA = "10de"
 
-_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _PRETTY = re.compile(r'^PRETTY_NAME="?([^"\n]*)', re.MULTILINE)
-_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6, 128.0: 7}
-_RUNTIME = ("active", "suspended", "suspending", "resuming", "error", "unsupported")
 _GPU_CLASSES = {NVIDIA: ("0300", "0302", "0380"), "1002": ("0300", "0302", "0380", "1200")}
-_GONE_WIDTH = "63"
 _LIBRARY_PLACES = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -43,8 +40,6 @@ _LIBRARY_PLACES = (
     "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
     "/run/opengl-driver/lib",
 )
-_NO_ANSWER = Null(Reason.FAILED, "all_ones")
-_ASLEEP = Null(Reason.NOT_READ, "suspended")
 _PLACEHOLDERS = (
     "",
     "none",
@@ -78,28 +73,29 @@ class Sysfs:
     ) -> None:
         self._root = root
         self._pci = root / "sys/bus/pci/devices"
+        self._pcie = Pcie(self._pci)
+        self._best = Best()
         self._nvidia = root / "proc/driver/nvidia"
         self._progress: Progress = progress or NoProgress()
         self._skip = frozenset(skip)
         self._ask_driver = ask_driver
         self._told: dict[str, tuple[int, str]] = {}
+        self._known: dict[str, tuple[int, tuple[str, str]]] = {}
 
     def pci_devices(self) -> list[Row]:
-        """GPUs, NVSwitches and HCAs, in order of their addresses; the columns of probe `pci`.
+        """GPUs, NVSwitches and HCAs, in order of their addresses; the columns of probe `pci`, and `Best`.
 
         Raises:
             DriverError: The bus cannot be listed, so nothing can be said about what is on it.
         """
         rows: list[Row] = []
+        known: dict[str, End] = {}
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = (
-                files.hexadecimal(files.read(device / "vendor")),
-                files.hexadecimal(files.read(device / "class")),
-            )
+            vendor, pci_class = self._numbers(name)
             kind = self._kind(device, vendor, pci_class)
             if kind:
-                rows.append(self._device(device, kind, vendor))
+                rows.append(self._device(device, kind, vendor, known))
         return rows
 
     def nvidia_cards(self) -> tuple[str, ...]:
@@ -107,10 +103,7 @@ class Sysfs:
         found: list[str] = []
         for name in self._addresses():
             device = self._pci / name
-            vendor, pci_class = (
-                files.hexadecimal(files.read(device / "vendor")),
-                files.hexadecimal(files.read(device / "class")),
-            )
+            vendor, pci_class = self._numbers(name)
             is_card = vendor == NVIDIA and self._kind(device, vendor, pci_class) == "gpu"
             if is_card and files.link(device / "driver") not in ("vfio-pci", "pci-stub"):
                 found.append(name)
@@ -122,34 +115,19 @@ class Sysfs:
         Raises:
             DriverError: The bus cannot be listed.
         """
-        return [
-            name
-            for name in self._addresses()
-            if files.hexadecimal(files.read(self._pci / name / "vendor")) == vendor
-        ]
+        return [name for name in self._addresses() if self._numbers(name)[0] == vendor]
 
     def kind(self, address: str) -> str:
         """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
-        device = self._pci / address
-        return self._kind(
-            device,
-            files.hexadecimal(files.read(device / "vendor")),
-            files.hexadecimal(files.read(device / "class")),
-        )
+        return self._kind(self._pci / address, *self._numbers(address))
 
     def present(self, address: str) -> Cell:
         """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
-        return _present(self._pci / address)
+        return self._pcie.present(address)
 
     def link(self, address: str) -> dict[str, Cell]:
         """`pcie_gen`, `pcie_gen_max`, `pcie_width`, `pcie_width_max` of the device's own link."""
-        device = self._pci / address
-        return {
-            "pcie_gen": files.parsed(files.read(device / "current_link_speed"), _generation),
-            "pcie_gen_max": files.parsed(files.read(device / "max_link_speed"), _generation),
-            "pcie_width": files.parsed(files.read(device / "current_link_width"), _lanes),
-            "pcie_width_max": files.parsed(files.read(device / "max_link_width"), _lanes),
-        }
+        return self._pcie.link(address)
 
     def knows_card(self, address: str) -> bool:
         """Whether the NVIDIA kernel module took the card."""
@@ -160,7 +138,7 @@ class Sysfs:
         device = self._pci / address
         if not files.exists(device):
             return not files.exists(self._pci)
-        return _present(device) is not False
+        return self._pcie.present(address) is not False
 
     def excluded(self, address: str) -> Cell:
         """Whether the NVIDIA kernel module was told to leave the card alone."""
@@ -195,7 +173,7 @@ class Sysfs:
         if not self._ask_driver or address in self._skip:
             return Null(Reason.NOT_READ, "left_alone")
         if self.runtime_status(address) == "suspended":
-            return _ASLEEP
+            return ASLEEP
         self._progress.enter(address, "proc_information")
         try:
             text = files.read(home / "information")
@@ -235,7 +213,7 @@ class Sysfs:
 
     def runtime_status(self, address: str) -> Cell:
         """Whether the device is powered: active, suspended, ..."""
-        return files.word(self._pci / address / "power/runtime_status", _RUNTIME)
+        return self._pcie.runtime_status(address)
 
     def boot_id(self) -> str:
         """Of the running boot; empty when it cannot be read."""
@@ -275,7 +253,19 @@ class Sysfs:
             "cpus": "" if isinstance(cpus, Null) else str(cpus),
             "mem_total_bytes": "" if isinstance(memory, Null) else str(memory),
         }
+        found |= self._routes()
         return {name: text for name, text in found.items() if text.lower() not in _PLACEHOLDERS}
+
+    def _routes(self) -> dict[str, str]:
+        """`iommu` and `acs`: whether devices of the bus reach memory, and one another, without a detour."""
+        try:
+            kinds = {name: self.kind(name) for name in self._addresses()}
+        except DriverError:
+            kinds = {}
+        return {
+            "iommu": self._pcie.iommu(self._root, [name for name, kind in kinds.items() if kind]),
+            "acs": self._pcie.acs(name for name, kind in kinds.items() if kind == "gpu"),
+        }
 
     def _addresses(self) -> list[str]:
         try:
@@ -287,7 +277,19 @@ class Sysfs:
             raise DriverError("no_sysfs", f"{self._pci}: {error.strerror}") from error
         except OSError as error:
             raise DriverError(files.errno_word(error), f"{self._pci}: {error.strerror}") from error
-        return sorted(name for name in names if _ADDRESS.fullmatch(name))
+        return sorted(name for name in names if ADDRESS.fullmatch(name))
+
+    def _numbers(self, name: str) -> tuple[str, str]:
+        """Vendor and class of a device; read once, for a bus has hundreds of devices that concern nobody."""
+        home = files.inode(self._pci / name)
+        known = self._known.get(name)
+        if known is not None and known[0] == home:
+            return known[1]
+        texts = (files.read(self._pci / name / file) for file in ("vendor", "class"))
+        vendor, pci_class = map(files.hexadecimal, texts)
+        if home and vendor and pci_class:
+            self._known[name] = (home, (vendor, pci_class))
+        return vendor, pci_class
 
     def _kind(self, device: Path, vendor: str, pci_class: str) -> str:
         group = pci_class[:4]
@@ -318,19 +320,16 @@ class Sysfs:
             return True
         return any(files.exists(hwmon / "in1_input") for hwmon in files.listed(device / "hwmon"))
 
-    def _device(self, device: Path, kind: str, vendor: str) -> Row:
+    def _device(self, device: Path, kind: str, vendor: str, known: dict[str, End]) -> Row:
         address = device.name
         status = self.runtime_status(address)
-        asleep = status == "suspended"
-        present: Cell = _ASLEEP if asleep else _present(device)
-        link: Row
-        if asleep or present is False:
-            nothing = _ASLEEP if asleep else _NO_ANSWER
-            link = dict.fromkeys(("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max"), nothing)
-        else:
-            link = self.link(address)
+        present: Cell = ASLEEP if status == "suspended" else self._pcie.present(address)
+        unread = ASLEEP if status == "suspended" else NO_ANSWER if present is False else None
+        link: End = dict.fromkeys(LINK, unread) if unread else self._pcie.link(address)
+        ports = self._pcie.ports(address)
+        path = self._pcie.path(address, link, ports, known)
         module_knows = kind == "gpu" and vendor == NVIDIA
-        return {
+        row: dict[str, Cell] = {
             "pci": address,
             "device_kind": kind,
             "vendor_id": vendor,
@@ -341,9 +340,15 @@ class Sysfs:
             "excluded": self.excluded(address) if module_knows else Null(Reason.NOT_SUPPORTED),
             **link,
             "numa_node": files.parsed(files.read(device / "numa_node"), _numa),
-            "parent": _parent(device),
+            "parent": ports[-1] if ports else "",
             "runtime_status": status,
+            "path": "/".join(ports),
+            **path,
+            **(dict.fromkeys(PATH, unread) if unread else {}),
+            **self._pcie.errors(address),
+            **self._pcie.port_errors(ports),
         }
+        return row | self._best.after(row)
 
     def _os(self) -> str:
         for name in ("etc/os-release", "usr/lib/os-release"):
@@ -433,41 +438,10 @@ def driver_words(sysfs: Sysfs) -> dict[str, str]:
 _PRESSURES = (("cpu", "some"), ("memory", "full"), ("io", "some"), ("io", "full"))
 
 
-def _generation(text: str) -> Cell:
-    """`32.0 GT/s PCIe` -> 5."""
-    if text.strip().startswith("Unknown"):
-        return Null(Reason.FAILED, "Unknown")
-    return _GENERATIONS[float(text.split()[0])]
-
-
-def _lanes(text: str) -> Cell:
-    lanes = files.count(text.strip())
-    return lanes if lanes in (1, 2, 4, 8, 12, 16, 32) else Null(Reason.FAILED, text.strip()[:8])
-
-
 def _numa(text: str) -> Cell:
     if text.strip() == "-1":
         return Null(Reason.NOT_SUPPORTED, "-1")
     return files.count(text.strip())
-
-
-def _present(device: Path) -> Cell:
-    """False when the device is listed but its configuration space reads all ones: it no longer answers."""
-    width = files.read(device / "current_link_width")
-    if not isinstance(width, Null) and width.strip() == _GONE_WIDTH:
-        return False
-    try:
-        with (device / "config").open("rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        return files.why(error)
-    return head != b"\xff\xff\xff\xff" if len(head) == 4 else files.UNPARSABLE
-
-
-def _parent(device: Path) -> Cell:
-    """Address of the port above; empty at a root."""
-    above = os.path.basename(os.path.dirname(os.path.realpath(device)))
-    return above if _ADDRESS.fullmatch(above) else ""
 
 
 _STAT = (

@@ -84,7 +84,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Counts since the driver was loaded; `life_` and remapped rows: over the board's life."""
+    """Counts since the driver was loaded.
+
+    `aer_`: since the boot; `life_` and remapped rows: over the board's life.
+    """
 
     dram_corrected: float = 0.0
     dram_uncorrectable: float = 0.0
@@ -96,15 +99,23 @@ class Errors:
     life_sram_uncorrectable: float = 0.0
     remapped_uncorrectable: float = 0.0
     replays: float = 0.0
+    aer_corrected: float = 0.0
+    aer_nonfatal: float = 0.0
+    aer_fatal: float = 0.0
+    port_aer_corrected: float = 0.0
+    port_aer_nonfatal: float = 0.0
+    port_aer_fatal: float = 0.0
 
     def plus(self, **counts: float) -> "Errors":
         """These errors on top."""
         return replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
 
-    def reloaded(self) -> "Errors":
-        """What is left when the driver is loaded anew."""
-        kept = ("life_dram_corrected", "life_dram_uncorrectable", "life_sram_corrected",
-                "life_sram_uncorrectable", "remapped_uncorrectable")  # fmt: skip
+    def reloaded(self, rebooted: bool) -> "Errors":
+        """What is left when the driver is loaded anew; the kernel's own counts are, but for a reboot."""
+        kept = ["life_dram_corrected", "life_dram_uncorrectable", "life_sram_corrected",
+                "life_sram_uncorrectable", "remapped_uncorrectable"]  # fmt: skip
+        if not rebooted:
+            kept += [name for name in Errors.__dataclass_fields__ if "aer_" in name]
         return Errors(**{name: getattr(self, name) for name in kept})
 
 
@@ -156,6 +167,7 @@ class CardPhase:
     fabric: str = "completed"
     rates: Errors = Errors()
     errors_before: Errors = Errors()
+    boot: int = 0
 
     def is_cut(self, t: float) -> bool:
         """Whether hardware slows the card at this very moment."""
@@ -282,9 +294,11 @@ def _phase(
             listed=False,
             limit_w=model.power_limit_w,
             gen=model.pcie_gen,
+            boot=host.boot,
         )
     util = _USUAL_UTIL[load.kind] if load.util is None else load.util
     phase = CardPhase(start, board, host.epoch, kind=load.kind if util else "idle", util=util)
+    phase = replace(phase, boot=host.boot)
     phase = _clocks(replace(phase, limit_w=model.power_limit_w), model, active)
     phase = replace(
         phase,
@@ -393,6 +407,10 @@ def _healthy(phase: CardPhase, active: Sequence[Fault]) -> CardPhase:
             phase = replace(phase, rates=phase.rates.plus(**counts))
         elif fault.kind == "pcie_replays":
             phase = replace(phase, rates=phase.rates.plus(replays=fault.number("per_minute") / 60))
+        elif fault.kind == "aer_errors":
+            end = "port_" if fault.param("end") == "port" else ""
+            name = f"{end}aer_{fault.param('severity')}"
+            phase = replace(phase, rates=phase.rates.plus(**{name: fault.number("per_minute") / 60}))
         elif fault.kind == "sram_threshold":
             phase = replace(phase, sram_threshold=True)
         elif fault.kind == "remap_pending":
@@ -441,7 +459,9 @@ def _continue(
     last = phases[-1]
     same = last.epoch == phase.epoch
     before = last.totals(phase.start) if same else Totals()
-    errors = last.errors(phase.start) if same else last.errors(phase.start).reloaded()
+    errors = last.errors(phase.start)
+    if not same:
+        errors = errors.reloaded(rebooted=last.boot != phase.boot)
     errors = _struck(errors if last.board == phase.board else Errors(), begun)
     return replace(phase, start_c=last.temperature_c(phase.start), before=before, errors_before=errors)
 

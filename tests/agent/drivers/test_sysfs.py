@@ -39,7 +39,8 @@ def rows(tree: Tree) -> dict[str, Row]:
 def test_a_card_on_the_bus(tree: Tree) -> None:
     tree.pci("0000:1b:00.0")
     tree.nvidia("0000:1b:00.0", UUID)
-    assert rows(tree)["0000:1b:00.0"] == {
+    row = rows(tree)["0000:1b:00.0"]
+    expected = {
         "pci": "0000:1b:00.0",
         "device_kind": "gpu",
         "vendor_id": "10de",
@@ -55,9 +56,21 @@ def test_a_card_on_the_bus(tree: Tree) -> None:
         "numa_node": 1,
         "parent": "0000:1a:01.0",
         "runtime_status": "active",
+        "path": "0000:1a:01.0",
+        "path_links": "0000:1b:00.0 5x16/5x16",
+        "path_gen": 5,
+        "path_gen_max": 5,
+        "path_width": 16,
+        "path_width_max": 16,
+        "slowest": "0000:1b:00.0",
+        "narrowest": "0000:1b:00.0",
     }
+    assert {name: row[name] for name in expected} == expected
     sweep = run_probe("pci", pci_probe, SysfsHost(tree.root), pytest.fail)
-    assert (sweep.error, sweep.reasons) == ("", [b""])
+    assert sweep.error == ""
+    absent = [name.name for name, cell in zip(pci_probe.METRICS, sweep.rows[0], strict=True) if cell is None]
+    assert absent == [name for name in row if "aer_" in name], "this kernel counts no errors"
+    assert sweep.reasons == [bytes([Reason.NOT_SUPPORTED]) * len(absent)]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +240,7 @@ def test_the_node(tree: Tree) -> None:
         "cpu_model": "AMD EPYC 9554 64-Core Processor",
         "cpus": "2",
         "mem_total_bytes": "1024000",
+        "iommu": "off",
         "driver": "no NVIDIA driver",
     }
 

@@ -72,6 +72,10 @@ class Card:
     epoch: int = 1
     health: dict[str, Cell] = field(default_factory=dict)
     """What it says differently from a well card, once a minute where its node sends `gpu_health`."""
+    link: dict[str, Cell] = field(default_factory=dict)
+    """What the driver says of its PCIe link."""
+    bus: dict[str, Cell] = field(default_factory=dict)
+    """What the bus says differently from a well card, once a minute."""
 
     @property
     def entity(self) -> str:
@@ -89,6 +93,8 @@ class Node:
     booted_at: datetime = START - timedelta(days=3)
     sent: int = 0
     health: bool = False
+    devices: list[dict[str, Cell]] = field(default_factory=list)
+    """What else is on the bus."""
 
 
 @dataclass
@@ -189,6 +195,15 @@ class Fleet:
             ],
         )
 
+    def learn(self, node: str, pci: str, at: datetime | None = None, **best: int) -> None:
+        """What the agent told of a device's link for the inventory."""
+        since = at or self.at - timedelta(hours=1)
+        row: Row = {
+            "node": node, "entity": f"pci:{pci}", "kind": "pci", "pci": pci, "valid_from": since,
+            "attributes": json.dumps({name: str(value) for name, value in best.items()}),
+        }  # fmt: skip
+        put(self.store, "inventory", [row])
+
     def run(self, seconds: float, judge: Judge | None = None, every: float = 5) -> list[PassReport]:
         """Let time go by; with a judge, a pass every so many seconds (ticks take 5 s)."""
         reports = []
@@ -225,8 +240,10 @@ class Fleet:
             runs.append(head | {"probe": "gpu", "ok": ok, "error": node.driver_error, "rows": len(rows)})
             if (self.at - START).total_seconds() % 60 == 0 or node.sent == 1:
                 here = [card for card in node.cards if card.on_bus]
-                bus += [head | {"pci": card.pci, "device_kind": "gpu", "present": True} for card in here]
-                runs.append(head | {"probe": "pci", "ok": True, "error": "", "rows": len(here)})
+                seen: list[Row] = [{"pci": card.pci, **card.bus} for card in here]
+                seen += node.devices
+                bus += [{**head, **_device(device)} for device in seen]
+                runs.append(head | {"probe": "pci", "ok": True, "error": "", "rows": len(seen)})
                 healths += [{**head, **_health(card)} for card in rows if node.health]
             hosts.append(head | {"uptime_s": (self.at - node.booted_at).total_seconds()})
             ledger.append(
@@ -364,10 +381,38 @@ def _sample(card: Card) -> Row:
         "power_cap_s_total": card.cap_s,
         "temperature_c": card.temperature,
         "temperature_margin_c": card.margin,
+        "pstate": 0,
+        **dict.fromkeys(("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")),
+        **card.link,
     }
     if card.state != "ok":
         values = dict.fromkeys(values)
     return key | values
+
+
+def _device(said: Row) -> Row:
+    pci = str(said["pci"])
+    parent = f"{pci[:5]}{int(pci[5:7], 16) - 1:02x}:01.0"
+    values: dict[str, Cell] = {
+        "device_kind": "gpu",
+        "present": True,
+        "gpu_uuid": None,
+        "runtime_status": "active",
+        "parent": parent,
+        "path": f"0000:00:01.0/0000:01:00.0/{parent}",
+        "path_links": f"0000:01:00.0 5x16/5x16, {pci} 5x16/5x16",
+        "slowest": pci,
+        "narrowest": pci,
+        "aer_errors": "",
+        "port_aer_errors": "",
+    }
+    for name in ("pcie_gen", "pcie_gen_max", "path_gen", "path_gen_max"):
+        values[name] = 5
+    for name in ("pcie_width", "pcie_width_max", "path_width", "path_width_max"):
+        values[name] = 16
+    for severity in ("corrected", "nonfatal", "fatal"):
+        values |= {f"aer_{severity}_total": 0, f"port_aer_{severity}_total": 0}
+    return {**values, **said}
 
 
 def _health(card: Card) -> Row:
@@ -389,6 +434,10 @@ def _health(card: Card) -> Row:
         "channel_repair_pending": None,
         "tpc_repair_pending": None,
         "remap_banks_none": 0,
+        "pcie_replay_total": 0,
+        "pcie_correctable_total": 0,
+        "pcie_nonfatal_total": 0,
+        "pcie_fatal_total": 0,
         "slowdown_margin_c": -2.0,
         "slowdown_temperature_c": None,
         "driver_version": "580.95.05",

@@ -115,6 +115,7 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
     assert {rule for rule, said in status.items() if said == NO_PROBE} >= {
         "driver_mismatch",
         "ecc_uncorrectable",
+        "pcie_errors",
         "recovery_action",
         "remap_failed",
         "temperature_margin",
