@@ -12,12 +12,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from gpufleet import log as logs
+from gpufleet.metric import Value
 from gpufleet_agent import pipe
 from gpufleet_agent.drivers import DriverError, Host, Item
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
@@ -193,7 +194,7 @@ class Sampler:
         def run() -> None:
             sweep = run_probe(name, probe, self._host, self._complain)
             self._send(sweep)
-            if name in ("gpu", "pci"):
+            if name in IDENTIFYING:
                 self._look_for_changes(name, probe, sweep)
 
         return run
@@ -211,7 +212,7 @@ class Sampler:
 
     def _look_for_changes(self, name: str, probe: Probe, sweep: Sweep) -> None:
         """Want the inventory when cards, their state or the driver's epoch changed."""
-        keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
+        keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in IDENTIFYING[name]]
         found = (sweep.error, sorted(repr([row[key] for key in keys]) for row in sweep.rows))
         self._inventory_wanted |= name in self._found and self._found[name] != found
         self._found[name] = found
@@ -240,11 +241,24 @@ class Sampler:
             log.warning("%s", text)
 
 
-_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"}
+_CARD = frozenset({"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"})
+IDENTIFYING: Mapping[str, frozenset[str]] = {
+    "gpu": _CARD,
+    "pci": _CARD,
+    "port": frozenset({"device", "port", "guid", "pci", "netdev", "firmware", "in_use", "rate_best_gbps"}),
+}
+"""Probe -> columns of which a change makes the inventory be read again."""
+
 _BUS_ATTRIBUTES = (
     "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
     "pcie_gen_max", "pcie_width_max", "numa_node", "parent",
 )  # fmt: skip
+_PORT_ATTRIBUTES = {
+    "device": "device", "port": "port", "link_layer": "link_layer", "guid": "guid", "pci": "pci",
+    "netdev": "netdev", "firmware": "firmware", "board": "board", "numa_node": "numa_node",
+    "gpu_affinity": "gpu_affinity", "in_use": "in_use", "rate_best_gbps": "rate_gbps_active",
+}  # fmt: skip
+"""Cell of a port -> its name in the inventory."""
 
 
 def read_inventory(
@@ -266,6 +280,7 @@ def read_inventory(
         found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
     begin("inventory")
+    items += _ports(host)
     try:
         gpus = host.gpus()
     except DriverError:
@@ -278,6 +293,22 @@ def read_inventory(
             continue
         items.append(Item(f"gpu:{gpu.uuid}", attributes))
     return pipe.Inventory(ts_us, complete, items)
+
+
+def _ports(host: GuardedHost) -> list[Item]:
+    """One per port: what it is, and what it was at its best."""
+    items: list[Item] = []
+    for row in host.rows("port"):
+        cells = {name: row.get(cell) for cell, name in _PORT_ATTRIBUTES.items()}
+        found = {name: _words(cell) for name, cell in cells.items() if isinstance(cell, str | int | float)}
+        items.append(Item(f"port:{found['device']}/{found['port']}", {k: v for k, v in found.items() if v}))
+    return items
+
+
+def _words(cell: Value) -> str:
+    if isinstance(cell, bool):
+        return "true" if cell else ""
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from gpufleet_agent.drivers import (
     files,
 )
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.ports import Ports
 
 NVIDIA = "10de"
 
@@ -137,6 +138,13 @@ class Sysfs:
             files.hexadecimal(files.read(device / "vendor")),
             files.hexadecimal(files.read(device / "class")),
         )
+
+    def of_kind(self, kind: str) -> list[str]:
+        """Addresses of the devices of a kind; none when the bus cannot be listed. Asks no driver."""
+        try:
+            return [address for address in self._addresses() if self.kind(address) == kind]
+        except DriverError:
+            return []
 
     def present(self, address: str) -> Cell:
         """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
@@ -369,7 +377,8 @@ class SysfsHost:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"port": ports.rows}
 
     @property
     def boot_id(self) -> str:
