@@ -257,10 +257,9 @@ class Ports:
         if isinstance(state, Null) and not os.path.isdir(port.folder or port.interface):
             self._last.at = float("-inf")
             return None
-        if state != "ACTIVE":
-            row |= dict.fromkeys(
-                ("rate_gbps", "lanes", "signalling"), state if isinstance(state, Null) else NOT_ACTIVE
-            )
+        if port.folder and state != "ACTIVE":
+            why = state if isinstance(state, Null) else NOT_ACTIVE
+            row |= dict.fromkeys(("rate_gbps", "lanes", "signalling"), why)
         return row | self._best(f"{row['device']}/{row['port']}", row, now)
 
     def _interface(self, port: _Port) -> dict[str, Cell]:
