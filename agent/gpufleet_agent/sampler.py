@@ -221,8 +221,9 @@ class Sampler:
         """Read it at the start, on demand and after a change; behind the probes, for it asks every card."""
         if self._inventory_wanted:
             self._inventory_wanted = False
-            # without the bus if its probe does not run: it is left out where it hangs
-            self._send(read_inventory(self._host, self._begin, bus="pci" in self._probes))
+            # without bus or ports if their probe does not run: it is left out where it hangs
+            bus, ports = "pci" in self._probes, "port" in self._probes
+            self._send(read_inventory(self._host, self._begin, bus=bus, ports=ports))
 
     def _send(self, message: pipe.Message) -> None:
         if self._progress:
@@ -262,7 +263,11 @@ _PORT_ATTRIBUTES = {
 
 
 def read_inventory(
-    host: GuardedHost, begin: Callable[[str], None] = lambda phase: None, *, bus: bool = True
+    host: GuardedHost,
+    begin: Callable[[str], None] = lambda phase: None,
+    *,
+    bus: bool = True,
+    ports: bool = True,
 ) -> pipe.Inventory:
     """Everything the host is made of. Without a card that does not answer it is marked incomplete.
 
@@ -270,6 +275,7 @@ def read_inventory(
         host: What to read.
         begin: Told what is being read, so that a hang is put down to the right thing.
         bus: Whether to read what is on the bus.
+        ports: Whether to read the network ports.
     """
     ts_us = wall_us()
     begin("inventory")
@@ -279,8 +285,9 @@ def read_inventory(
     for row in host.pci_devices() if bus else ():
         found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
+    begin("probe port")
+    items += _ports(host) if ports else []
     begin("inventory")
-    items += _ports(host)
     try:
         gpus = host.gpus()
     except DriverError:

@@ -392,6 +392,15 @@ def test_the_inventory_says_what_a_port_is(tree: Plant) -> None:
     assert "port:mlx5_9/1" not in items
 
 
+def test_ports_that_hang_are_left_out_of_the_inventory(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_0")
+    host, phases = GuardedHost(SysfsHost(tmp_path)), list[str]()
+    entities = [item.entity for item in read_inventory(host, phases.append, bus=False).items]
+    assert entities == ["node:", "port:mlx5_0/1"]
+    assert phases.count("probe port") == 1, "a hang is put down to the probe"
+    assert len(read_inventory(host, bus=False, ports=False).items) == 1
+
+
 SWITCH = "/sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0"
 
 
