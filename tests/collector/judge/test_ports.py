@@ -218,6 +218,32 @@ def test_down_fires_after_three_samples_and_clears(store: Store, fleet: "Fleet")
     assert fleet.findings() == []
 
 
+def test_one_cause_is_one_incident(store: Store, fleet: "Fleet") -> None:
+    chosen = [rule for rule in load_rules() if rule.name in (DOWN, RATE)]
+    fleet.judge = judge = Judge(store, JudgeSettings(), rules=chosen)
+    ports = [Port(f"mlx5_{n}", f"g{n}", f"0000:1{n}:00.0") for n in range(3)]
+    host = Host(fleet, "gpu-001", ports)
+    run([host], 20, judge)
+    ports[0].cells = ports[1].cells = down()  # their switch restarts
+    run([host], 40, judge)
+    assert [row[:2] for row in fleet.incidents()] == [(1, DOWN)]
+    ports[0].cells, ports[1].cells = {"rate_gbps": 200.0, "lanes": 2}, {}
+    run([host], 60, judge)
+    assert [row[1] for row in fleet.findings()] == [ports[0].entity] * 2 + [ports[1].entity]
+    assert [row[:2] for row in fleet.incidents()] == [(1, DOWN)]
+
+
+def test_all_devices_are_gone_at_once(fleet: "Fleet", judge: Judge) -> None:
+    host = Host(
+        fleet, "gpu-001", [Port("mlx5_0", "g0", "0000:18:00.0"), Port("mlx5_1", "g1", "0000:40:00.0")]
+    )
+    run([host], 20)
+    for port in host.ports:
+        port.listed = False
+    run([host], 10)
+    assert [fleet.find(DOWN, port.entity)[:2] for port in host.ports] == [("crit", "gone")] * 2
+
+
 def test_a_port_that_is_gone_and_one_that_was_renamed(fleet: "Fleet", judge: Judge) -> None:
     lost, renamed, swapped, moved = (
         Port(f"mlx5_{n}", f"g{n}", f"0000:{n}8:00.0") for n in range(4)
