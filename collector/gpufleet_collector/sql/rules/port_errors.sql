@@ -1,7 +1,7 @@
 /*
 title         = "Network port with errors"
 scope         = "port"
-every         = "20s"
+every         = "30s"
 for           = "2 of 3"
 clear_after   = "10m"
 boot_grace    = "5m"
