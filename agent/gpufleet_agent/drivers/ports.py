@@ -80,7 +80,6 @@ INTERFACE: Mapping[str, str] = {
 }
 """Column -> file in `statistics` of the interface."""
 
-BYTES = {"rx_bytes_total": "port_rcv_data", "tx_bytes_total": "port_xmit_data"}
 _WORD = 4
 """Bytes that InfiniBand's data counters count as one, whatever the number of lanes."""
 
@@ -94,6 +93,16 @@ _NOT_SAID = Null(Reason.NOT_SUPPORTED, "not_said")
 
 
 @dataclass(frozen=True, slots=True)
+class _Data:
+    """Where a port counts what it moves: files, bytes per count, values at which the counters stop."""
+
+    rx: str
+    tx: str
+    unit: int
+    full: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Port:
     """Where one port is read, and what seldom changes about it."""
 
@@ -102,8 +111,7 @@ class _Port:
     interface: str
     """Folder of its network interface; empty when it has none."""
     ethernet: bool
-    data: str
-    """Folder of its data counters."""
+    data: "_Data"
     fixed: Mapping[str, Cell]
 
 
@@ -121,7 +129,7 @@ class _Look:
     """What was there, and when."""
 
     at: float = float("-inf")
-    names: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    there: list[str] = field(default_factory=list)
     ports: list[_Port] = field(default_factory=list)
 
 
@@ -155,11 +163,13 @@ class Ports:
     def rows(self) -> list[Row]:
         """The columns of probe `port`, and `numa_node`, `board` and `gpu_affinity` for the inventory."""
         now = self._clock()
-        names = (_names(self._rdma), _names(self._net))
-        if names != self._last.names or now - self._last.at >= LOOK_AGAIN_S:
-            if names != self._last.names:
+        devices, interfaces = _names(self._rdma), _names(self._net)
+        there = [_target(f"{self._rdma}/{name}") for name in devices]
+        there += [_target(f"{self._net}/{name}") for name in interfaces]
+        if there != self._last.there or now - self._last.at >= LOOK_AGAIN_S:
+            if there != self._last.there:
                 self._refused.clear()
-            self._last = _Look(now, names, self._find(*names))
+            self._last = _Look(now, there, self._find(devices, interfaces))
         rows = [self._row(port, now) for port in self._last.ports]
         return [row for row in rows if row is not None]
 
@@ -191,7 +201,6 @@ class Ports:
         names = _interfaces(f"{home}/device/net", number, only)
         bound = files.plain(files.brief(f"{folder}/gid_attrs/ndevs/0"))
         interface = bound or next(iter(names), "")
-        extended = f"{home}/ports/{number}/counters_ext"
         fixed: dict[str, Cell] = {
             "device": _text(device),
             "port": number,
@@ -203,8 +212,7 @@ class Ports:
             **self._place(f"{home}/device"),
         }
         where = f"{self._net}/{interface}" if interface and "/" not in interface and interface != ".." else ""
-        data = extended if os.path.isdir(extended) else f"{folder}/counters"
-        return _Port(folder, where, layer == "Ethernet", data, fixed), {*names, bound} - {""}
+        return _Port(folder, where, layer == "Ethernet", _data(folder), fixed), {*names, bound} - {""}
 
     def _ethernet_port(self, interface: str) -> _Port:
         home = f"{self._net}/{interface}"
@@ -219,7 +227,8 @@ class Ports:
             "board": _NOT_SAID,
             **self._place(f"{home}/device"),
         }
-        return _Port("", home, True, "", fixed)
+        counts = _Data(f"{home}/statistics/rx_bytes", f"{home}/statistics/tx_bytes", 1)
+        return _Port("", home, True, counts, fixed)
 
     def _place(self, device: str) -> dict[str, Cell]:
         """Where on the bus a device sits, and which cards are near."""
@@ -252,7 +261,7 @@ class Ports:
         if port.folder:
             row |= _rdma_state(port.folder) | self._counters(port, now)
         else:
-            row |= _ethernet_state(port.interface, row) | dict.fromkeys((*COUNTERS, *HARDWARE), NO_RDMA)
+            row |= _ethernet_state(port, row) | dict.fromkeys((*COUNTERS, *HARDWARE), NO_RDMA)
         state = row["state"]
         if isinstance(state, Null) and not os.path.isdir(port.folder or port.interface):
             self._last.at = float("-inf")
@@ -260,7 +269,7 @@ class Ports:
         if port.folder and state != "ACTIVE":
             why = state if isinstance(state, Null) else NOT_ACTIVE
             row |= dict.fromkeys(("rate_gbps", "lanes", "signalling"), why)
-        return row | self._best(f"{row['device']}/{row['port']}", row, now)
+        return row | self._best(row, now)
 
     def _interface(self, port: _Port) -> dict[str, Cell]:
         home = port.interface
@@ -283,10 +292,9 @@ class Ports:
 
     def _counters(self, port: _Port, now: float) -> dict[str, Cell]:
         row: dict[str, Cell] = {}
-        for column, name in BYTES.items():
-            wide = port.data.endswith("_ext")
-            value = self._counter(f"{port.data}/{name}{'_64' if wide else ''}", () if wide else (_32,), now)
-            row[column] = value * _WORD if isinstance(value, int) else value
+        for column, path in (("rx_bytes_total", port.data.rx), ("tx_bytes_total", port.data.tx)):
+            value = self._counter(path, port.data.full, now)
+            row[column] = value * port.data.unit if isinstance(value, int) else value
         for column, (name, full) in COUNTERS.items():
             row[column] = self._counter(f"{port.folder}/counters/{name}", full, now)
         for column, name in HARDWARE.items():
@@ -320,8 +328,10 @@ class Ports:
             name, code = next(iter(odd.items()))
             log.warning("port %s: %d counters cannot be read, e.g. %s: %s", device, len(odd), name, code)
 
-    def _best(self, name: str, row: Row, now: float) -> dict[str, Cell]:
+    def _best(self, row: Row, now: float) -> dict[str, Cell]:
         """Whether it is in use and how fast at best: of this run of the agent, until unseen for an hour."""
+        known = [cell for cell in (row["guid"], row["pci"], row["device"]) if isinstance(cell, str)]
+        name = f"{known[0]}/{row['port']}"  # what it is called may be another's name tomorrow
         shown, rate = self._shown.get(name), row["rate_gbps"]
         if row["state"] == "ACTIVE":
             shown = shown or _Shown(now)
@@ -355,7 +365,7 @@ def _rdma_state(folder: str) -> dict[str, Cell]:
     }
 
 
-def _ethernet_state(home: str, row: Row) -> dict[str, Cell]:
+def _ethernet_state(port: _Port, row: Row) -> dict[str, Cell]:
     carrier, up = row["carrier"], row["interface_up"]
     state: Cell = carrier if isinstance(carrier, Null) else "ACTIVE" if carrier else "DOWN"
     return {
@@ -363,11 +373,13 @@ def _ethernet_state(home: str, row: Row) -> dict[str, Cell]:
         "phys_state": NO_RDMA,
         "lid": NO_RDMA,
         "sm_lid": NO_RDMA,
-        "rate_gbps": files.parsed(files.brief(f"{home}/speed"), _speed) if state == "ACTIVE" else NOT_ACTIVE,
+        "rate_gbps": files.parsed(files.brief(f"{port.interface}/speed"), _speed)
+        if state == "ACTIVE"
+        else NOT_ACTIVE,
         "lanes": NO_RDMA,
         "signalling": NO_RDMA,
-        "rx_bytes_total": _number(files.brief(f"{home}/statistics/rx_bytes")),
-        "tx_bytes_total": _number(files.brief(f"{home}/statistics/tx_bytes")),
+        "rx_bytes_total": _number(files.brief(port.data.rx)),
+        "tx_bytes_total": _number(files.brief(port.data.tx)),
     }
 
 
@@ -414,6 +426,16 @@ def _number(text: str | Null, full: tuple[int, ...] = ()) -> Cell:
     if not word.isascii() or not word.isdigit() or len(word) > 20:
         return files.UNPARSABLE
     return _FULL if int(word) in full else int(word)
+
+
+def _data(folder: str) -> _Data:
+    """The widest counters there are: 64 bits, the usual ones, or those of devices that count bytes (EFA)."""
+    extended, usual, own = f"{folder}/counters_ext", f"{folder}/counters", f"{folder}/hw_counters"
+    if os.path.exists(f"{extended}/port_rcv_data_64"):
+        return _Data(f"{extended}/port_rcv_data_64", f"{extended}/port_xmit_data_64", _WORD)
+    if not os.path.exists(f"{usual}/port_rcv_data") and os.path.exists(f"{own}/rx_bytes"):
+        return _Data(f"{own}/rx_bytes", f"{own}/tx_bytes", 1)
+    return _Data(f"{usual}/port_rcv_data", f"{usual}/port_xmit_data", _WORD, (_32,))
 
 
 def _guid(home: str, folder: str, layer: str) -> Cell:
@@ -472,6 +494,14 @@ def _names(folder: str) -> list[str]:
         return sorted(os.listdir(folder), key=_natural)
     except OSError:
         return []
+
+
+def _target(path: str) -> str:
+    """Where a link of a class points; the path itself when it is none."""
+    try:
+        return f"{path} {os.readlink(path)}"
+    except OSError:
+        return path
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

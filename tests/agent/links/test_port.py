@@ -189,11 +189,17 @@ def test_F07_words_of_four_bytes_whatever_the_lanes(tmp_path: Path, rate: str) -
 def test_F07_wide_data_counters_are_preferred_and_narrow_ones_fill_up(tmp_path: Path) -> None:
     full = {"counters__port_xmit_data": "4294967295", "counters__port_rcv_data": "4294967294"}
     device(tmp_path, "mlx4_0", **full)
-    device(tmp_path, "mlx4_1", **full, counters_ext__port_xmit_data_64="4294967295")
+    wide = {"counters_ext__port_xmit_data_64": "4294967295", "counters_ext__port_rcv_data_64": "7"}
+    device(tmp_path, "mlx4_1", **full, **wide)
+    write(
+        tmp_path,
+        {f"{IB}/efa_0/ports/1/hw_counters/{name}": "4294967297" for name in ("rx_bytes", "tx_bytes")},
+    )
     rows = read(tmp_path)
     assert reason(rows["mlx4_0/1"]["tx_bytes_total"]) == (Reason.IMPLAUSIBLE, "saturated")
     assert rows["mlx4_0/1"]["rx_bytes_total"] == 4294967294 * 4
     assert rows["mlx4_1/1"]["tx_bytes_total"] == 4294967295 * 4
+    assert rows["efa_0/1"]["tx_bytes_total"] == 4294967297, "these count bytes"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +381,25 @@ def test_in_use_and_the_best_rate_are_kept_for_an_hour(tmp_path: Path) -> None:
     assert at(3625) == [True, 400.0]
     assert at(3625 + 3590, **down) == [True, 400.0]
     assert at(3625 + 3610, **down) == [False, "NULL not_read not_active"]
+
+
+def test_names_that_are_swapped_take_nothing_along(tmp_path: Path) -> None:
+    homes = [tmp_path / "sys/devices" / f"0000:{number}8:00.0/infiniband/it" for number in range(2)]
+    for number, rate in enumerate(("400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)")):
+        home = device(
+            tmp_path, "it", rate=rate, gids__0=f"fe80:0000:0000:0000:b83f:d203:00a1:000{number + 1}"
+        )
+        homes[number].parent.mkdir(parents=True)
+        home.rename(homes[number])
+        (tmp_path / IB / f"mlx5_{number}").symlink_to(homes[number])
+    host = Ports(tmp_path, clock=Clock())
+    before = {row["guid"]: row["rate_best_gbps"] for row in host.rows()}
+    for number in range(2):
+        (tmp_path / IB / f"mlx5_{number}").unlink()
+        (tmp_path / IB / f"mlx5_{number}").symlink_to(homes[1 - number])
+    rows = host.rows()
+    assert [row["rate_gbps"] for row in rows] == [200.0, 400.0]
+    assert {row["guid"]: row["rate_best_gbps"] for row in rows} == before
 
 
 def test_the_inventory_says_what_a_port_is(tree: Plant) -> None:
