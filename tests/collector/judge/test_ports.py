@@ -233,15 +233,20 @@ def test_one_cause_is_one_incident(store: Store, fleet: "Fleet") -> None:
     assert [row[:2] for row in fleet.incidents()] == [(1, DOWN)]
 
 
-def test_all_devices_are_gone_at_once(fleet: "Fleet", judge: Judge) -> None:
+def test_all_devices_are_gone_at_once(store: Store, fleet: "Fleet") -> None:
+    may_leave = Scope(limit={DOWN: {"must_stay": Limit(value=0)}})
+    one(store, fleet, DOWN, JudgeSettings(node={"gpu-002": may_leave}))
+    other = Host(fleet, "gpu-002", [Port("mlx5_0", "g2", "0000:18:00.0")])
     host = Host(
         fleet, "gpu-001", [Port("mlx5_0", "g0", "0000:18:00.0"), Port("mlx5_1", "g1", "0000:40:00.0")]
     )
-    run([host], 20)
-    for port in host.ports:
+    run([host, other], 20)
+    for port in (*host.ports, *other.ports):
         port.listed = False
-    run([host], 10)
-    assert [fleet.find(DOWN, port.entity)[:2] for port in host.ports] == [("crit", "gone")] * 2
+    run([host, other], 10)
+    said = [fleet.find(DOWN, port.entity, "gpu-001")[:2] for port in host.ports]
+    assert said == [("crit", "gone")] * 2
+    assert fleet.find(DOWN, "port:mlx5_0/1", "gpu-002")[:2] == ("n/a", "away")
 
 
 def test_a_port_that_is_gone_and_one_that_was_renamed(fleet: "Fleet", judge: Judge) -> None:

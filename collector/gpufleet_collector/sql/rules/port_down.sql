@@ -9,6 +9,7 @@ runbook       = "port_down"
 
 [limits]
 ports         = { value = 0, source = "InfiniBand ports that a node must have; 0 = not declared, those that were active are expected" }
+must_stay     = { value = 1, source = "own choice; 0 where containers are given whole devices, so that ports come and go with them" }
 */
 
 -- Ports that should be active and are not, by the newest sweep. What should be active is what was since the node's
@@ -39,7 +40,7 @@ here as (
     where p.ts > as_of - interval 5 minute and p.ts <= as_of
 ),
 node as (
-    select n.node, s.ts, l.ports, i.interval_s,
+    select n.node, s.ts, l.ports, l.must_stay, i.interval_s,
            case when i.interval_s is null then 'no_probe'
                 when s.ts is null or s.ts < as_of - to_seconds(fresh_s(i.interval_s)) then
                     if(exists (from run r where r.node = n.node and not r.ok
@@ -52,7 +53,7 @@ node as (
     left join (select node, max(interval_s) as interval_s from probe where probe = 'port' group by node) i on i.node = n.node
 ),
 found as (
-    select p.*, n.ts, n.blind, coalesce(g.v, b.v, d.v) as v
+    select p.*, n.ts, n.blind, n.must_stay, coalesce(g.v, b.v, d.v) as v
     from port_list(as_of) p
     join node n on n.node = p.node
     left join (select node, guid, port, any_value(v) as v from here where guid is not null group by all) g
@@ -72,6 +73,7 @@ judged as (
            case when blind is not null                              then blind
                 when v.state = 'ACTIVE'                             then 'active'
                 when not in_use                                     then 'not_expected'
+                when v is null and must_stay = 0                    then 'away'
                 when v is null                                      then 'gone'
                 when v.state is null                                then 'unreadable'
                 when v.state = 'INIT'                               then 'init'
@@ -81,7 +83,7 @@ judged as (
     from found
 )
 select node, entity,
-       case when code = 'active' then 'ok' when code in ('no_probe', 'not_expected') then 'n/a'
+       case when code = 'active' then 'ok' when code in ('no_probe', 'not_expected', 'away') then 'n/a'
             when code in ('no_samples', 'unreadable') then 'unknown'
             -- a card without RDMA carries no job's traffic between nodes
             when code = 'disabled' or coalesce(v.layer, link_layer) = 'Ethernet' and coalesce(v.guid, guid) is null then 'warn'
@@ -93,6 +95,7 @@ select node, entity,
             when 'init' then format('link up, but no subnet manager has set it up (INIT): {}', who)
             when 'armed' then format('link up, but the subnet manager has not made it active (ARMED): {}', who)
             when 'gone' then format('no longer listed: {}', who)
+            when 'away' then format('not listed, as it may be here: {}', who)
             when 'not_expected' then format('{}; it was not active since the inventory was accepted', how)
             when 'no_probe' then 'the agent does not read network ports'
             when 'unreadable' then 'the port cannot be read'
