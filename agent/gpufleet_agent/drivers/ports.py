@@ -111,7 +111,7 @@ class _Port:
     interface: str
     """Folder of its network interface; empty when it has none."""
     ethernet: bool
-    data: "_Data"
+    data: _Data
     fixed: Mapping[str, Cell]
 
 
@@ -219,7 +219,7 @@ class Ports:
         number = files.parsed(files.brief(f"{home}/dev_port"), lambda text: files.count(text.strip()))
         fixed: dict[str, Cell] = {
             "device": _text(interface),
-            "port": min(number, 255) + 1 if isinstance(number, int) else 1,
+            "port": min(number, 254) + 1 if isinstance(number, int) else 1,
             "link_layer": "Ethernet",
             "guid": NO_RDMA,
             "netdev": _text(interface),

@@ -34,6 +34,8 @@ _DOWN = {
     "init": ("INIT", "LinkUp"),
     "armed": ("ARMED", "LinkUp"),
 }
+_KINDS = ("port_down", "port_flapping", "port_errors", "port_rate")
+_NEAR = ("18", "40", "4f", "5e", "9a", "c0", "ce", "dc")
 _ABSENT = Null(Reason.NOT_SUPPORTED, "ENOENT")
 
 
@@ -82,9 +84,6 @@ class SimulatedPorts:
         moved = int(max(0.0, t - booted_at) * _ETHERNET_BYTES_PER_S)
         ethernet: Row = {**self._ethernet, "rx_bytes_total": moved, "tx_bytes_total": moved // 3}
         return [*(row for row in rows if row is not None), ethernet]
-
-
-_KINDS = ("port_down", "port_flapping", "port_errors", "port_rate")
 
 
 def _row(slot: _Slot, t: float, booted_at: float, first: float) -> Row | None:
@@ -168,9 +167,6 @@ def _infiniband(seed: int, node: str, slot: int, count: int) -> dict[str, Cell]:
         **dict.fromkeys(HARDWARE, 0),
         **dict.fromkeys(INTERFACE, NOT_ETHERNET),
     }
-
-
-_NEAR = ("18", "40", "4f", "5e", "9a", "c0", "ce", "dc")
 
 
 def _near(slot: int) -> str:
