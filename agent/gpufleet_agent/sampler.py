@@ -12,12 +12,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from gpufleet import log as logs
+from gpufleet.metric import Value
 from gpufleet_agent import pipe
 from gpufleet_agent.drivers import DriverError, Host, Item
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
@@ -193,7 +194,7 @@ class Sampler:
         def run() -> None:
             sweep = run_probe(name, probe, self._host, self._complain)
             self._send(sweep)
-            if name in ("gpu", "pci", "nvlink"):
+            if name in IDENTIFYING:
                 self._look_for_changes(name, probe, sweep)
 
         return run
@@ -211,7 +212,7 @@ class Sampler:
 
     def _look_for_changes(self, name: str, probe: Probe, sweep: Sweep) -> None:
         """Want the inventory when cards, their state or the driver's epoch changed."""
-        keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in _IDENTIFYING]
+        keys = [at for at, metric in enumerate(probe.METRICS) if metric.name in IDENTIFYING[name]]
         found = (sweep.error, sorted({repr([row[key] for key in keys]) for row in sweep.rows}))
         self._inventory_wanted |= name in self._found and self._found[name] != found
         self._found[name] = found
@@ -220,8 +221,9 @@ class Sampler:
         """Read it at the start, on demand and after a change; behind the probes, for it asks every card."""
         if self._inventory_wanted:
             self._inventory_wanted = False
-            # without the bus if its probe does not run: it is left out where it hangs
-            self._send(read_inventory(self._host, self._begin, bus="pci" in self._probes))
+            # without bus or ports if their probe does not run: it is left out where it hangs
+            bus, ports = "pci" in self._probes, "port" in self._probes
+            self._send(read_inventory(self._host, self._begin, bus=bus, ports=ports))
 
     def _send(self, message: pipe.Message) -> None:
         if self._progress:
@@ -240,17 +242,35 @@ class Sampler:
             log.warning("%s", text)
 
 
-_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver", "links_most"}
+_CARD = frozenset({"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"})
+IDENTIFYING: Mapping[str, frozenset[str]] = {
+    "gpu": _CARD,
+    "pci": _CARD,
+    "nvlink": _CARD | {"links_most"},
+    "port": frozenset({"device", "port", "guid", "pci", "netdev", "firmware", "in_use", "rate_best_gbps"}),
+}
+"""Probe -> columns of which a change makes the inventory be read again."""
+
 _BUS_ATTRIBUTES = (
     "pci", "device_kind", "vendor_id", "device_id", "bound_driver", "gpu_uuid",
     "pcie_gen_max", "pcie_width_max", "numa_node", "parent", "path",
     "path_gen_possible", "path_width_possible", "pcie_gen_best", "pcie_width_best", "path_gen_best",
     "path_width_best",
 )  # fmt: skip
+_PORT_ATTRIBUTES = {
+    "device": "device", "port": "port", "link_layer": "link_layer", "guid": "guid", "pci": "pci",
+    "netdev": "netdev", "firmware": "firmware", "board": "board", "numa_node": "numa_node",
+    "gpu_affinity": "gpu_affinity", "in_use": "in_use", "rate_best_gbps": "rate_gbps_active",
+}  # fmt: skip
+"""Cell of a port -> its name in the inventory."""
 
 
 def read_inventory(
-    host: GuardedHost, begin: Callable[[str], None] = lambda phase: None, *, bus: bool = True
+    host: GuardedHost,
+    begin: Callable[[str], None] = lambda phase: None,
+    *,
+    bus: bool = True,
+    ports: bool = True,
 ) -> pipe.Inventory:
     """Everything the host is made of. Without a card that does not answer it is marked incomplete.
 
@@ -258,6 +278,7 @@ def read_inventory(
         host: What to read.
         begin: Told what is being read, so that a hang is put down to the right thing.
         bus: Whether to read what is on the bus.
+        ports: Whether to read the network ports.
     """
     ts_us = wall_us()
     begin("inventory")
@@ -269,6 +290,8 @@ def read_inventory(
         cells = {key: row.get(f"{key}_seen", row.get(key)) for key in _BUS_ATTRIBUTES}
         found = {key: str(cell) for key, cell in cells.items() if isinstance(cell, str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
+    begin("probe port")
+    items += _ports(host) if ports else []
     begin("inventory")
     try:
         gpus = host.gpus()
@@ -282,6 +305,22 @@ def read_inventory(
             continue
         items.append(Item(f"gpu:{gpu.uuid}", attributes))
     return pipe.Inventory(ts_us, complete, items)
+
+
+def _ports(host: GuardedHost) -> list[Item]:
+    """One per port: what it is, and what it was at its best."""
+    items: list[Item] = []
+    for row in host.rows("port"):
+        cells = {name: row.get(cell) for cell, name in _PORT_ATTRIBUTES.items()}
+        found = {name: _words(cell) for name, cell in cells.items() if isinstance(cell, str | int | float)}
+        items.append(Item(f"port:{found['device']}/{found['port']}", {k: v for k, v in found.items() if v}))
+    return items
+
+
+def _words(cell: Value) -> str:
+    if isinstance(cell, bool):
+        return "true" if cell else ""
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
 def main() -> None:

@@ -53,15 +53,18 @@ class Accepts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault: what it hits, and its parameters."""
+    """One kind of fault: what it hits, and its parameters; with `port` the network port beside the card."""
 
     card: bool
     params: Mapping[str, Accepts]
     until: bool = True
+    port: bool = False
 
 
 _GONE = ("driver_not_loaded", "no_library", "driver_mismatch", "no_permission", "driver_failed")
 _DUTY = Accepts(1.0, 0.05, 1.0)
+PORT_DOWN = ("polling", "disabled", "init", "armed", "gone")
+PORT_ERRORS = ("symbol_errors", "rcv_errors", "xmit_discards", "local_link_integrity_errors")
 _MEMORY = Accepts("dram", words=("dram", "sram"))
 
 KINDS: dict[str, Kind] = {
@@ -144,6 +147,16 @@ KINDS: dict[str, Kind] = {
     "nvlink_training": Kind(True, {"seconds": Accepts(100.0, 1, 86400)}),
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
     "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
+    "port_down": Kind(True, {"as": Accepts("polling", words=PORT_DOWN)}, port=True),
+    "port_flapping": Kind(
+        True, {"period_s": Accepts(60.0, 5, 86400), "down_s": Accepts(15.0, 0, 86400)}, port=True
+    ),
+    "port_errors": Kind(
+        True,
+        {"per_minute": Accepts(600, 1, 10**9), "counter": Accepts("symbol_errors", words=PORT_ERRORS)},
+        port=True,
+    ),
+    "port_rate": Kind(True, {"lanes": Accepts(2, words=(1, 2))}, port=True),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
@@ -243,7 +256,7 @@ class Expected:
     Attributes:
         fault: Its place among the scenario's faults, from 0.
         node: Where.
-        entity: `gpu:<UUID>` (of the board that should be there) or `node:`.
+        entity: `gpu:<UUID>` (of the board that should be there), `port:<device>/<port>` or `node:`.
         kind: Of the fault.
         at: Its start, seconds.
         rule: The rule that must fire.
@@ -361,6 +374,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 if KINDS[fault.kind].card:
                     numbers = select(fault.gpu, self.gpu_count(node))
                     entities = [f"gpu:{self._board(node, number).uuid}" for number in numbers]
+                    if KINDS[fault.kind].port:
+                        entities = [f"port:mlx5_{number}/1" for number in numbers]
                 found += [
                     Expected(
                         index, node, entity, fault.kind, fault.at, fault.expect.rule, fault.expect.within_s
@@ -567,6 +582,7 @@ _NEEDS: dict[str, Callable[[cards.Model], bool]] = {
     "pcie_replays": lambda model: model.own_memory and not model.guest,
     "aer_errors": lambda model: not model.guest,
     "recovery_action": lambda model: not model.guest,
+    **{name: lambda model: model.infiniband_gbps > 0 for name, kind in KINDS.items() if kind.port},
 }
 """What a card must have for a fault to show."""
 

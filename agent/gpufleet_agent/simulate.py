@@ -40,7 +40,7 @@ from gpufleet_agent.probes import PROBES
 from gpufleet_agent.probes import agent as agent_probe
 from gpufleet_agent.probes import gpu as gpu_probe
 from gpufleet_agent.push import Push, PushSettings
-from gpufleet_agent.sampler import next_due, read_inventory
+from gpufleet_agent.sampler import IDENTIFYING, next_due, read_inventory
 from gpufleet_agent.spool import Clock, Spool
 
 log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class _Life:
             self._add(probe.METRICS, sweep)
             if name == "gpu":
                 self._see_gpus(sweep)
-            if name in ("gpu", "pci", "nvlink"):
+            if name in IDENTIFYING:
                 self._look_at_inventory(name, probe.METRICS, sweep)
 
         return run
@@ -390,7 +390,7 @@ class _Life:
             self._seal()
 
     def _look_at_inventory(self, name: str, metrics: tuple[Metric, ...], sweep: Sweep) -> None:
-        keys = [at for at, metric in enumerate(metrics) if metric.name in _IDENTIFYING]
+        keys = [at for at, metric in enumerate(metrics) if metric.name in IDENTIFYING[name]]
         found = (sweep.error, list(dict.fromkeys(tuple(row[key] for key in keys) for row in sweep.rows)))
         if self._found.setdefault(name, found) != found:
             self._found[name] = found
@@ -523,6 +523,3 @@ class _Life:
             wall_us=self._wall_us(),
             mono_us=mono_us(),
         )
-
-
-_IDENTIFYING = {"gpu_uuid", "pci", "state", "driver_epoch", "device_id", "bound_driver"}

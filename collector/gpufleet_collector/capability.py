@@ -108,27 +108,40 @@ def _keys(layout: Layout, entry: Entry) -> Iterator[object]:
                 yield entry.values[index]
                 yield entry.dictionaries[text]
             text += 1
+        elif column.kind == "key" and column.name in _NUMBERS:
+            yield entry.values[index]
 
 
 def _entities(layout: Layout, entry: Entry) -> Iterator[str]:
     """`kind:id` of each row, from the first text key that is not NULL."""
     columns: list[tuple[str, list[str]]] = []
+    numbers: dict[str, list[int]] = {}
     text = 0
     for index, column in enumerate(layout.columns):
         if column.type is Type.STRING:
             if column.kind == "key":
                 columns.append((column.name, _texts(entry, index, text)))
             text += 1
+        elif column.kind == "key" and column.type is Type.U64:
+            numbers[column.name] = np.frombuffer(entry.values[index], "<u8").tolist()
     for row in range(entry.count):
         for name, texts in columns:
-            if texts[row]:
+            if not texts[row]:
+                continue
+            kind, number = _NUMBERED.get(name, ("", ""))
+            if number in numbers:
+                yield f"{kind}:{texts[row]}/{numbers[number][row]}"
+            else:
                 yield texts[row] if name == "entity" else f"{_KINDS.get(name, name)}:{texts[row]}"
-                break
+            break
         else:
             yield "node:"
 
 
-_KINDS = {"gpu_uuid": "gpu", "device": "port"}
+_KINDS = {"gpu_uuid": "gpu"}
+_NUMBERED = {"device": ("port", "port")}
+"""Text key -> the kind of entity it is together with a number, and the key that holds the number."""
+_NUMBERS = frozenset(number for _, number in _NUMBERED.values())
 
 
 def _texts(entry: Entry, index: int, text: int) -> list[str]:

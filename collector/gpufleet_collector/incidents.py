@@ -21,7 +21,10 @@ ABSORB = timedelta(minutes=10)
 """A cause that shows later than its effects takes over incidents this young."""
 
 TOGETHER = timedelta(minutes=2)
-"""Cards of one node that one rule flags within this time have one cause."""
+"""Cards, or ports, of one node that one rule flags within this time have one cause."""
+
+PARTS = ("gpu:", "port:")
+"""Parts of a node of which several may have one cause, and one several findings."""
 
 
 @dataclass(slots=True)
@@ -151,12 +154,12 @@ class Incidents:
             if above < place and self._explained(incident, finding, policy):
                 return incident
             on_it = any(member.entity == finding.entity for member in self._active(incident))
-            if on_it and finding.entity.startswith("gpu:") and (above <= place or young):
+            if on_it and finding.entity.startswith(PARTS) and (above <= place or young):
                 if above > place:
                     self._take_over(incident, finding, policy)
                 return incident
-            same = incident.cause_rule == finding.rule and incident.entity.startswith("gpu:")
-            if same and finding.entity.startswith("gpu:") and as_of - incident.opened_at <= TOGETHER:
+            same = incident.cause_rule == finding.rule and incident.entity.startswith(PARTS)
+            if same and finding.entity.startswith(PARTS) and as_of - incident.opened_at <= TOGETHER:
                 return incident
         return None
 

@@ -120,6 +120,27 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             swap_used_bytes
         """,
     ),
+    "port": _of(
+        string="""
+            device link_layer state phys_state signalling guid pci netdev firmware
+        """,
+        f64="""
+            rate_gbps rate_best_gbps
+        """,
+        u64="""
+            port lanes lid sm_lid carrier_changes_total mtu_bytes rx_bytes_total tx_bytes_total
+            symbol_errors_total link_error_recovery_total link_downed_total rcv_errors_total
+            rcv_remote_physical_errors_total xmit_discards_total local_link_integrity_errors_total
+            excessive_buffer_overrun_errors_total vl15_dropped_total xmit_wait_total
+            out_of_sequence_total packet_seq_err_total local_ack_timeout_err_total
+            rnr_nak_retry_err_total cnp_sent_total cnp_handled_total ecn_marked_packets_total
+            rx_icrc_encapsulated_total roce_adp_retrans_total roce_slow_restart_total rx_errors_total
+            tx_errors_total rx_dropped_total tx_dropped_total rx_crc_errors_total
+        """,
+        boolean="""
+            in_use interface_up carrier
+        """,
+    ),
     "agent": _of(
         string="""
             probe error

@@ -52,6 +52,7 @@ class Unit(StrEnum):
     PERCENT = "%"
     SECOND = "s"
     GB_PER_S = "GB/s"
+    GBIT_PER_S = "Gb/s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Model:
         nvlink_to: switch or gpu.
         own_memory: Has memory of its own; False where it shares the host's, and its bus too.
         guest: A share of a card in a virtual machine, which has few sensors.
+        infiniband_gbps: Of the InfiniBand port that its host has for each card; 0 = none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Model:
     nvlink_to: str = "switch"
     own_memory: bool = True
     guest: bool = False
+    infiniband_gbps: int = 0
 
 
 _H100 = Model(
@@ -96,7 +98,7 @@ _H100 = Model(
     power_limit_w=700.0, power_busy_w=686.0, power_idle_w=71.0, power_capped=True,
     slowdown_c=89.0, warm_c=63.0, hbm=True, has_margin=True, has_serial=True,
     part_number="692-2G520-0200-000", vbios="96.00.89.00.01", banks=2560, mig=True, fabric=True,
-    nvlink="4.0", nvlinks=18, nvlinks_wired=18,
+    nvlink="4.0", nvlinks=18, nvlinks_wired=18, infiniband_gbps=400,
 )  # fmt: skip
 _H200 = Model(
     name="NVIDIA H200", device_id="2335", pci_class="0302", arch="Hopper", mem_bytes=143771 * _MIB,
@@ -106,7 +108,7 @@ _H200 = Model(
     power_limit_w=700.0, power_busy_w=684.0, power_idle_w=76.0, power_capped=True,
     slowdown_c=89.0, warm_c=64.0, hbm=True, has_margin=True, has_serial=True,
     part_number="692-2G520-0280-501", vbios="96.00.BC.00.01", banks=3072, mig=True, fabric=True,
-    nvlink="4.0", nvlinks=18, nvlinks_wired=18,
+    nvlink="4.0", nvlinks=18, nvlinks_wired=18, infiniband_gbps=400,
 )  # fmt: skip
 _A100 = Model(
     name="NVIDIA A100-SXM4-80GB", device_id="20b2", pci_class="0302", arch="Ampere", mem_bytes=81920 * _MIB,
@@ -116,7 +118,7 @@ _A100 = Model(
     power_limit_w=400.0, power_busy_w=388.0, power_idle_w=62.0, power_capped=True,
     slowdown_c=89.0, warm_c=61.0, hbm=True, has_margin=False, has_serial=True,
     part_number="692-2G506-0210-002", vbios="92.00.45.00.03", banks=640, mig=True,
-    nvlink="3.0", nvlinks=12, nvlinks_wired=12,
+    nvlink="3.0", nvlinks=12, nvlinks_wired=12, infiniband_gbps=200,
 )  # fmt: skip
 _RTX4090 = Model(
     name="NVIDIA GeForce RTX 4090", device_id="2684", pci_class="0300", arch="Ada", mem_bytes=24564 * _MIB,
@@ -250,13 +252,18 @@ def board(seed: int, node: str, slot: int, generation: int, model_: Model) -> Bo
     """The `generation`-th board in a slot of a host."""
     key = number(seed, node, slot, generation, "board")
     serial = f"165{key % 10**10:010d}" if model_.has_serial else ""
-    domain, place = divmod(slot, len(_SLOTS))
-    bus = _SLOTS[place]
-    pci = f"{domain:04x}:{bus}:00.0"
-    parent = f"{domain:04x}:{int(bus, 16) - 1:02x}:01.0"
+    pci = slot_address(slot)
+    domain, bus, _ = pci.split(":")
+    parent = f"{domain}:{int(bus, 16) - 1:02x}:01.0"
     return Board(
         f"GPU-{uuid(seed, node, slot, generation, 'gpu')}", serial, pci, parent, slot, generation, key
     )
+
+
+def slot_address(slot: int) -> str:
+    """PCI address of a slot."""
+    domain, place = divmod(slot, len(_SLOTS))
+    return f"{domain:04x}:{_SLOTS[place]}:00.0"
 
 
 def busy_clock_mhz(model_: Model, board_: Board) -> float:

@@ -31,6 +31,7 @@ from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.simulated_nvlink import links
 from gpufleet_agent.drivers.simulated_pcie import way
+from gpufleet_agent.drivers.simulated_ports import SimulatedPorts
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
 
@@ -254,7 +255,8 @@ class SimulatedHost:
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        ports = SimulatedPorts(scenario, node, self._node, self._cards)
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"port": lambda: ports.rows(self.now())}
 
     @property
     def epoch(self) -> int:

@@ -24,6 +24,7 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.kmsg import KernelLog
 from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
+from gpufleet_agent.drivers.ports import Ports
 
 NVIDIA = "10de"
 
@@ -120,6 +121,13 @@ class Sysfs:
     def kind(self, address: str) -> str:
         """`gpu`, `nvswitch` or `hca`; empty for a device that is none of them."""
         return self._kind(self._pci / address, *self._numbers(address))
+
+    def of_kind(self, kind: str) -> list[str]:
+        """Addresses of the devices of a kind; none when the bus cannot be listed. Asks no driver."""
+        try:
+            return [address for address in self._addresses() if self.kind(address) == kind]
+        except DriverError:
+            return []
 
     def present(self, address: str) -> Cell:
         """False when the device is listed but no longer answers. Do not ask it of one that is suspended."""
@@ -373,7 +381,8 @@ class SysfsHost:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"port": ports.rows}
 
     @property
     def boot_id(self) -> str:

@@ -38,7 +38,7 @@ class Fault:
 
     Attributes:
         node: Where.
-        entity: `gpu:<UUID>` or `node:`.
+        entity: `gpu:<UUID>`, `port:<device>/<port>` or `node:`.
         place: For people: gpu-001/3.
         kind: Of the fault.
         at: Seconds after the start.
@@ -154,13 +154,20 @@ def _entities(fault: Mapping[str, object], boards: Mapping[str, Sequence[str]]) 
         for index in _indices(fault.get("gpu"), len(uuids)):
             yield Fault(
                 node,
-                "node:" if index is None else f"gpu:{uuids[index]}",
+                _entity(str(fault["kind"]), index, uuids),
                 node if index is None else f"{node}/{index}",
                 str(fault["kind"]),
                 float(str(fault.get("at", 0))),
                 str(expect["rule"]),
                 float(str(expect["within_s"])),
             )
+
+
+def _entity(kind: str, index: int | None, uuids: Sequence[str]) -> str:
+    if index is None:
+        return "node:"
+    # the port beside a card is a thing of its own
+    return f"port:mlx5_{index}/1" if kind.startswith("port_") else f"gpu:{uuids[index]}"
 
 
 def _indices(gpu: object, count: int) -> Sequence[int | None]:

@@ -16,6 +16,7 @@ SECTIONS = {
     "nvlink": "### `nvlink`",
     "pci": "`pci`, every",
     "host": "`host`, every",
+    "port": "`port`, every",
 }
 
 

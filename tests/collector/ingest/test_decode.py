@@ -503,6 +503,37 @@ def test_null_round_trip_per_type_through_a_frame() -> None:
     store.close()
 
 
+def test_a_port_goes_by_its_device_and_its_number(kit: Kit) -> None:
+    described = pb.Probe(
+        name="port",
+        interval_s=10,
+        metrics=[
+            pb.Metric(name="device", type=pb.TYPE_STRING, kind=pb.KIND_KEY),
+            pb.Metric(name="port", type=pb.TYPE_U64, kind=pb.KIND_KEY),
+            pb.Metric(name="rate_gbps", type=pb.TYPE_F64, kind=pb.KIND_STATE),
+        ],
+    )
+
+    def content(*numbers: int) -> bytes:
+        columns = [
+            kit.column("device", Type.STRING, ["mlx4_0", "mlx4_0"]),
+            kit.column("port", Type.U64, numbers),
+            kit.column("rate_gbps", Type.F64, [40.0, None]),
+        ]
+        return kit.body(kit.rows("port", columns, [kit.now_us()] * 2))
+
+    running = kit.start()
+    agent = kit.agent(running.address).hello(probes=[described])
+    for number, sent in enumerate((content(1, 2), content(2, 1)), 1):
+        agent.send(number, sent)
+        agent.wait(number)
+    assert running.query("SELECT entity, reason FROM live.capability ORDER BY since, entity") == [
+        ("port:mlx4_0/2", "not_supported"),
+        ("port:mlx4_0/1", "not_supported"),
+        ("port:mlx4_0/2", "ok"),
+    ]
+
+
 def test_reasons_of_nulls_go_to_capability_on_change(kit: Kit) -> None:
     def content(*cells: Cell, reason: int = pb.REASON_NOT_SUPPORTED) -> bytes:
         return kit.body(

@@ -9,7 +9,7 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci, port
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -23,6 +23,7 @@ PROBES: dict[str, tuple[Metric, ...]] = {
     "nvlink": nvlink.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
+    "port": port.METRICS,
     "agent": agent.METRICS,
     "bench": benches.METRICS,
 }

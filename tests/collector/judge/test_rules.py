@@ -107,7 +107,7 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
     with bare.reader(LIVE) as read:
         assert read.execute(f"SELECT * FROM cards_at(TIMESTAMP '{at}', '2 minutes')").fetchall() == []
     with bare.transaction() as write:
-        for probe in ("gpu", "pci", "agent", "host", "bench"):
+        for probe in ("gpu", "pci", "agent", "host", "bench", "port"):
             bare.ensure_probe(write, probe, _columns(fleet.store, probe))
     judge.run_pass(at + timedelta(seconds=60))
     with bare.reader() as read:
