@@ -27,6 +27,7 @@ SUFFIX = {
     Unit.BYTE: "_bytes",
     Unit.PERCENT: "_pct",
     Unit.SECOND: "_s",
+    Unit.RPM: "_rpm",
 }
 
 

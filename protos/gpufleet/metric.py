@@ -52,6 +52,7 @@ class Unit(StrEnum):
     PERCENT = "%"
     SECOND = "s"
     GB_PER_S = "GB/s"
+    RPM = "rpm"
 
 
 @dataclass(frozen=True, slots=True)
