@@ -53,16 +53,27 @@ class Accepts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault: what it hits, and its parameters."""
+    """One kind of fault: what it hits, and its parameters.
+
+    Attributes:
+        card: It hits cards; otherwise a host.
+        params: Name -> what it accepts.
+        until: It may have an end.
+        entity: What of a host it is about; `{name}` stands for a parameter.
+    """
 
     card: bool
     params: Mapping[str, Accepts]
     until: bool = True
+    entity: str = "node:"
 
 
 _GONE = ("driver_not_loaded", "no_library", "driver_mismatch", "no_permission", "driver_failed")
 _DUTY = Accepts(1.0, 0.05, 1.0)
 _MEMORY = Accepts("dram", words=("dram", "sram"))
+
+DIMMS = tuple(f"mc{controller}/dimm{module}" for controller in range(2) for module in range(8))
+"""The memory modules of a simulated host."""
 
 KINDS: dict[str, Kind] = {
     "card_lost": Kind(
@@ -126,6 +137,19 @@ KINDS: dict[str, Kind] = {
     "persistence_off": Kind(True, {}),
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
     "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
+    "dimm_errors": Kind(
+        False,
+        {
+            "kind": Accepts("ce", words=("ce", "ue")),
+            "per_hour": Accepts(600, 1, 10**9),
+            "dimm": Accepts("mc0/dimm3", words=DIMMS),
+        },
+        entity="dimm:{dimm}",
+    ),
+    "clock_unsynced": Kind(False, {"offset_s": Accepts(0.0, -1000, 1000)}),
+    "process_stuck": Kind(
+        False, {"seconds": Accepts(900, 0, 10**7), "killed": Accepts("no", words=("no", "yes"))}
+    ),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
@@ -225,7 +249,7 @@ class Expected:
     Attributes:
         fault: Its place among the scenario's faults, from 0.
         node: Where.
-        entity: `gpu:<UUID>` (of the board that should be there) or `node:`.
+        entity: `gpu:<UUID>` (of the board that should be there), `node:`, `dimm:<place>`.
         kind: Of the fault.
         at: Its start, seconds.
         rule: The rule that must fire.
@@ -339,8 +363,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if fault.expect is None:
                 continue
             for node in (name for name in self.node_names() if matches(fault.node, name)):
-                entities = ["node:"]
-                if KINDS[fault.kind].card:
+                kind = KINDS[fault.kind]
+                entities = [kind.entity.format_map({name: fault.param(name) for name in kind.params})]
+                if kind.card:
                     numbers = select(fault.gpu, self.gpu_count(node))
                     entities = [f"gpu:{self._board(node, number).uuid}" for number in numbers]
                 found += [
