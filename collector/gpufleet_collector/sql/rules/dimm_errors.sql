@@ -13,44 +13,40 @@ corrected     = { value = 100, source = "mcelog complains at 10 a day for a modu
 -- Errors of the host's memory modules within a day, by the counts of the kernel's EDAC drivers: what a count had at first
 -- sight, or a count that fell, is no error. The agent sums up the day, for it sees every reading; a finding of its before it
 -- was started anew holds for the rest of that day, in the same boot. The row mc0 is for errors whose module is not known.
--- A host that does not count is judged by its kernel log, as one row for the node.
+-- Only modules that have errors, or had, get a row. A host that does not count is judged by its kernel log, as one row for
+-- the node.
 create or replace macro find_dimm_errors(as_of) as table
 with newest as (
-    select node, dimm, max(ts) as ts,
-           max_by({'label': label, 'ce': corrected_day, 'ue': uncorrectable_day, 'ce_total': corrected_total,
-                   'ue_total': uncorrectable_total, 'boot_id': boot_id}, ts) as v
-    from edac where ts > as_of - interval 15 minute and ts <= as_of and dimm is not null
-    group by node, dimm
+    select node, max(ts) as ts from edac where ts > as_of - interval 15 minute and ts <= as_of group by node
 ),
-installed as (
-    select node, entity, json_extract_string(attributes, '$.label') as label
-    from inventory where kind = 'dimm' and valid_from <= as_of and (valid_to is null or valid_to > as_of)
+dimm as (
+    select e.node, 'dimm:' || e.dimm as entity, e.ts, e.boot_id, e.label, e.corrected_day as ce, e.uncorrectable_day as ue,
+           e.corrected_total as ce_total, e.uncorrectable_total as ue_total
+    from edac e join newest n on n.node = e.node and n.ts = e.ts
+    where e.ts > as_of - interval 15 minute and e.ts <= as_of and e.dimm is not null
 ),
-held as (
-    select node, entity, last_evidence_at as ts, observed as errors,
+told as (
+    select node, entity, state, code, last_evidence_at as ts, observed as errors,
            json_extract_string(detail, '$.boot_id')                   as boot_id,
            try_cast(json_extract_string(detail, '$.total') as double) as total
-    from finding
-    where rule = 'dimm_errors' and state in ('firing', 'recovering') and code = 'uncorrectable' and entity <> 'node:'
-      and fired_at <= as_of and last_evidence_at > as_of - interval 1 day
+    from finding where rule = 'dimm_errors' and state <> 'resolved' and entity <> 'node:' and began_at <= as_of
 ),
 every as (select node, max(interval_s) as interval_s from probe where probe = 'edac' group by node),
-dimm as (
-    select coalesce(i.node, n.node) as node, coalesce(i.entity, 'dimm:' || n.dimm) as entity, n.ts, n.v,
-           coalesce(nullif(n.v.label, ''), i.label) as label
-    from installed i full join newest n on n.node = i.node and 'dimm:' || n.dimm = i.entity
-),
 judged as (
     select d.*, l.uncorrectable, l.corrected, h.errors as held, h.ts as held_at, h.total as held_total,
-           case when d.ts is null or d.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60))) then 'no_samples'
-                when d.v.ue >= l.uncorrectable or h.ts is not null                then 'uncorrectable'
-                when d.v.ce >= l.corrected                                        then 'corrected'
-                when coalesce(d.v.ue, d.v.ce) is not null                         then 'few'
+           case when d.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60)))   then 'no_samples'
+                when d.ue >= l.uncorrectable or h.ts is not null                      then 'uncorrectable'
+                when d.ce >= l.corrected                                              then 'corrected'
+                when coalesce(d.ue, d.ce) is not null                                 then 'few'
                 else 'unreadable' end as code
     from dimm d
     join limits_dimm_errors l on l.node = d.node and l.model = ''
-    left join held h on h.node = d.node and h.entity = d.entity and h.boot_id = d.v.boot_id and d.v.ue_total >= h.total
+    left join told f on f.node = d.node and f.entity = d.entity
+    left join told h on h.node = d.node and h.entity = d.entity and h.code = 'uncorrectable' and h.state <> 'pending'
+                    and h.ts > as_of - interval 1 day and h.boot_id = d.boot_id and d.ue_total >= h.total
     left join every p on p.node = d.node
+    -- a large fleet has tens of thousands of modules: the sound ones are one row, that of their node
+    where d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null
 ),
 run as (
     select node, max(ts) as ts, max_by(ok, ts) as ok, max_by(coalesce(rows, 0), ts) as rows
@@ -102,22 +98,29 @@ by_log as (
 select node, entity,
        case code when 'few' then 'ok' when 'uncorrectable' then 'crit' when 'corrected' then 'warn' else 'unknown' end as verdict,
        code,
-       case code when 'uncorrectable' then greatest(v.ue, held) when 'corrected' then v.ce when 'few' then v.ce end::double as observed,
+       case code when 'uncorrectable' then greatest(ue, held) when 'corrected' then ce when 'few' then ce end::double as observed,
        case code when 'uncorrectable' then 0 when 'corrected' then corrected when 'few' then corrected end::double as expected,
        'count' as unit,
        -- the same errors as when it was judged last are no new evidence
-       if(code = 'uncorrectable' and held_at is not null and v.ue_total = held_total, held_at, ts) as evidence_at,
-       case code when 'few' then format('{} corrected errors within a day', coalesce(v.ce, 0))
+       if(code = 'uncorrectable' and held_at is not null and ue_total = held_total, held_at, ts) as evidence_at,
+       case code when 'few' then format('{} corrected errors within a day', coalesce(ce, 0))
             when 'uncorrectable' then format('{}: {:.0f} uncorrectable memory errors within a day, {} since the driver was loaded',
-                 coalesce(label, 'module not known'), greatest(v.ue, held, 1), v.ue_total)
+                 coalesce(nullif(label, ''), 'module not known'), greatest(ue, held, 1), ue_total)
             when 'corrected' then format('{}: {} corrected memory errors within a day, {} since the driver was loaded',
-                 coalesce(label, 'module not known'), v.ce, v.ce_total)
+                 coalesce(nullif(label, ''), 'module not known'), ce, ce_total)
             when 'unreadable' then 'the counts cannot be read'
             else 'no samples' end as reason,
-       json_object('label', label, 'uncorrectable_day', v.ue, 'corrected_day', v.ce, 'total', v.ue_total,
-                   'corrected_total', v.ce_total, 'boot_id', v.boot_id,
+       json_object('label', label, 'uncorrectable_day', ue, 'corrected_day', ce, 'total', ue_total,
+                   'corrected_total', ce_total, 'boot_id', boot_id,
                    'action', case code when 'uncorrectable' then 'replace' when 'corrected' then 'watch' end) as detail
 from judged
+union all
+-- after a reboot, or without its driver, the kernel may no longer count for a place that had errors
+select f.node, f.entity, 'ok', 'gone', null, null, 'count', r.ts, 'the host no longer counts errors of this place', null
+from told f
+join run r on r.node = f.node and r.ok
+left join newest n on n.node = f.node
+where (r.rows = 0 or r.ts = n.ts) and not exists (from dimm d where d.node = f.node and d.entity = f.entity and r.rows > 0)
 union all
 select node, 'node:',
        case code when 'few' then 'ok' when 'uncorrectable' then 'crit' when 'corrected' then 'warn'
@@ -126,7 +129,7 @@ select node, 'node:',
        case code when 'uncorrectable' then ue when 'corrected' then ce when 'few' then ce end::double,
        case code when 'uncorrectable' then 0 when 'corrected' then corrected when 'few' then corrected end::double,
        'count', if(code in ('uncorrectable', 'corrected'), logged_at, ts),
-       case code when 'counted' then 'errors are counted per module'
+       case code when 'counted' then 'errors are counted per module: those that have any are told one by one'
             when 'no_counters' then 'this host does not count memory errors, and its kernel log tells of none'
             when 'unreadable' then 'the counts cannot be read'
             when 'no_samples' then 'no samples'
