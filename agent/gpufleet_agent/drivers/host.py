@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean, median
 
 from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import files
@@ -182,12 +181,12 @@ class Machine:
             if self._seconds() >= until:
                 break
         self._next_cpu = (self._next_cpu + len(read)) % max(1, len(policies))
-        clocks = [cell for cell in cells if isinstance(cell, float)]
+        clocks = sorted(cell for cell in cells if isinstance(cell, float))
         nothing = next((cell for cell in cells if isinstance(cell, Null)), _NO_FREQUENCIES)
         return {
-            "cpu_clock_mhz": fmean(clocks) if clocks else nothing,
-            "cpu_clock_mhz_min": min(clocks, default=nothing),
-            "cpu_clock_median_mhz": median(clocks) if clocks else nothing,
+            "cpu_clock_mhz": sum(clocks) / len(clocks) if clocks else nothing,
+            "cpu_clock_mhz_min": clocks[0] if clocks else nothing,
+            "cpu_clock_median_mhz": clocks[len(clocks) // 2] if clocks else nothing,
             "cpu_governor": self._governors(read),
         }
 
@@ -202,11 +201,9 @@ class Machine:
 
     def _time(self) -> Mapping[str, Cell]:
         """The kernel's clock; where it may not be asked, systemd may know whether it is synchronised."""
-        cells = dict(clock(self._ask_clock))
-        told = self._systemd.read() if self._systemd else {}
-        if isinstance(cells["clock_synchronised"], Null):
-            cells["clock_synchronised"] = told.get("clock_synchronised", cells["clock_synchronised"])
-        return cells | {"units_failed": told.get("units_failed", Null(Reason.NOT_READ, "no_systemd"))}
+        cells = dict(clock(self._ask_clock)) | {"units_failed": Null(Reason.NOT_READ, "no_systemd")}
+        wanted = [name for name in ("units_failed", "clock_synchronised") if isinstance(cells[name], Null)]
+        return cells | dict(self._systemd.read(wanted) if self._systemd else {})
 
     def _os(self) -> str:
         for name in ("etc/os-release", "usr/lib/os-release"):

@@ -22,8 +22,8 @@ _LOOK_AGAIN_S = 600.0
 _MOST = 128
 _NONE = Null(Reason.NOT_SUPPORTED, "no_sensor")
 _PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
-_OTHERS = re.compile(r"amdgpu|radeon|nouveau|nvme|drivetemp|mlx|bnxt|i915|xe|iwl|ath|r8169|ena")
-"""Names of devices that are none of the host's own."""
+_OTHERS = re.compile(r"amdgpu|radeon|nouveau|nvme|drivetemp|mlx|bnxt|i915|xe|iwl|ath|r8169|ena|dell_smm")
+"""Names of devices that are none of the host's own; and one whose every reading stops the processor."""
 
 _INLET = re.compile(r"\b(inlet|ambient|intake)", re.IGNORECASE)
 

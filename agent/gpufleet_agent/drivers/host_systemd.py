@@ -5,7 +5,7 @@ asked, rarely, and never waited for: the answer is taken at a later read.
 """
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gpufleet.metric import Cell, Null, Reason
@@ -94,13 +94,14 @@ class Systemd:
             "clock_synchronised": _Question(synchronised, _yes),
         }
 
-    def read(self) -> Mapping[str, Cell]:
-        """The newest answers; empty where systemd is not."""
+    def read(self, names: Iterable[str] = ("units_failed", "clock_synchronised")) -> Mapping[str, Cell]:
+        """The newest answers to these questions; empty where systemd is not."""
         if not files.exists(self._here):
             return {}
-        for question in self._questions.values():
+        asked = {name: self._questions[name] for name in names}
+        for question in asked.values():
             question.go_on(self._clock())
-        return {name: question.answer for name, question in self._questions.items()}
+        return {name: question.answer for name, question in asked.items()}
 
 
 def _yes(text: str) -> Cell:
