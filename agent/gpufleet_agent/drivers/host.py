@@ -27,6 +27,7 @@ _PLACEHOLDERS = (
 )
 _PRESSURES = tuple((name, kind) for name in ("cpu", "memory", "io") for kind in ("some", "full"))
 _PRETTY = re.compile(r'^PRETTY_NAME="?([^"\n]*)', re.MULTILINE)
+_POLICY = re.compile(r"policy[0-9]{1,6}")
 _MOST_CPUS = 32
 _CLOCKS_S = 0.005
 _ARM_CORES = {
@@ -159,9 +160,9 @@ class Machine:
     def _policies(self) -> list[Path]:
         """Where the clocks of up to 32 processors, spread over the host, are read; looked for once."""
         if self._governed is None:
-            found = [path for path in files.listed(self._cpu / "cpufreq") if path.name.startswith("policy")]
+            found = [path for path in files.listed(self._cpu / "cpufreq") if _POLICY.fullmatch(path.name)]
             if not found:
-                cpus = [path for path in files.listed(self._cpu) if re.fullmatch(r"cpu\d+", path.name)]
+                cpus = [path for path in files.listed(self._cpu) if re.fullmatch("cpu[0-9]{1,6}", path.name)]
                 found = [cpu / "cpufreq" for cpu in cpus if files.exists(cpu / "cpufreq")]
             found.sort(key=lambda path: int("".join(filter(str.isdigit, str(path.relative_to(self._cpu))))))
             step = max(1, -(-len(found) // _MOST_CPUS))
@@ -227,7 +228,8 @@ def _first_number(text: str) -> Cell:
 
 def _mhz(text: str) -> Cell:
     """1755000 kHz -> 1755 MHz."""
-    return files.count(text.strip()) / 1000
+    mhz = files.count(text.strip()) / 1000
+    return mhz if 1 <= mhz <= 10_000 else Null(Reason.IMPLAUSIBLE, text.strip())
 
 
 def _chosen(text: str | Null) -> str:

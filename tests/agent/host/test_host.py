@@ -157,9 +157,12 @@ def test_512_processors_are_sampled_and_those_switched_off_are_passed_over(
         # one that is switched off keeps its folder
         write(
             f"{home}/scaling_cur_freq",
-            "<unknown>\n" if number % 64 == 0 else f"{2_000_000 + number * 1000}\n",
+            ("0\n" if number else "<unknown>\n") if number % 64 == 0 else f"{2_000_000 + number * 1000}\n",
         )
         write(f"{home}/scaling_governor", "performance\n")
+    write(
+        "sys/devices/system/cpu/cpufreq/policy/scaling_cur_freq", "1000\n"
+    )  # no number: none of the kernel's
     machine = Machine(tmp_path, still)
     row = machine.read()
     assert row["cpus"] == 512

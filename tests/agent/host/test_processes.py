@@ -30,12 +30,13 @@ def process(write: Write) -> Callable[..., Path]:
 
     def one(
         pid: int, state: str = "D", comm: str = "python3", flags: int = 0, ran: int = 7, start: int = 500,
-        pending: int = 0, cgroup: str = "0::/",
+        pending: int = 0, cgroup: str = "0::/", threads: int = 1, home: str = "",
     ) -> Path:  # fmt: skip
-        stat = f"{pid} ({comm}) {state} 1 1 1 0 -1 {flags} 0 0 0 0 {ran} 1 0 0 20 0 1 0 {start} 0 0\n"
-        write(f"proc/{pid}/status", f"Name:\t{comm}\nSigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
-        write(f"proc/{pid}/cgroup", cgroup + "\n")
-        return write(f"proc/{pid}/stat", stat)
+        home = home or f"proc/{pid}"
+        stat = f"{pid} ({comm}) {state} 1 1 1 0 -1 {flags} 0 0 0 0 {ran} 1 0 0 20 0 {threads} 0 {start} 0 0\n"
+        write(f"{home}/status", f"Name:\t{comm}\nSigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
+        write(f"{home}/cgroup", cgroup + "\n")
+        return write(f"{home}/stat", stat)
 
     one(1, "S", "systemd")
     return one
@@ -116,6 +117,21 @@ def test_zombies_are_counted(process: Process, walk: Walk) -> None:
     for pid in range(10, 15):
         process(pid, "Z")
     assert walk()["processes_zombie"] == 5
+
+
+def test_a_dead_process_whose_thread_is_stuck_is_no_mere_zombie(process: Process, walk: Walk) -> None:
+    """As a killed job looks whose driver call does not return."""
+    process(500, "Z", "python3", threads=3)
+    process(500, "Z", home="proc/500/task/500")
+    process(501, "S", home="proc/500/task/501")
+    process(502, "D", "cuda-evt", pending=1 << 8, home="proc/500/task/502")
+    process(600, "Z", "left early", threads=2)  # its first thread has ended, the others work
+    process(601, "S", home="proc/600/task/601")
+    assert walk() == NOBODY | {"processes_zombie": 1}
+    assert walk() == NOBODY | {
+        "processes_zombie": 1, "processes_stuck": 1, "stuck_s": 60.0, "stuck_comm": "python3",
+        "processes_unkillable": 1, "unkillable_s": 60.0,
+    }  # fmt: skip
 
 
 def test_a_job_that_somebody_put_on_ice_is_not_stuck(process: Process, walk: Walk, write: Write) -> None:
