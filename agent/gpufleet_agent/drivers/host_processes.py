@@ -25,8 +25,8 @@ _RELEARN_WALKS = 30
 _MOST_THREADS = 64
 _KERNEL_THREAD = 0x00200000
 _KILL = 1 << 8
-_FIRST_NAMESPACE = "pid:[4026531836]"
-"""Number of the namespace that sees every process; it is fixed in the kernel."""
+_CONTAINER = Null(Reason.NOT_SUPPORTED, "pid_namespace")
+"""Only what sees every process of the host sees the kernel's own threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,6 @@ class Processes:
         return self._found
 
     def _walk(self, now: float) -> Mapping[str, Cell]:
-        namespace = files.link(self._proc / "self/ns/pid")
-        if isinstance(namespace, str) and namespace not in ("", _FIRST_NAMESPACE):
-            return dict.fromkeys(COLUMNS, Null(Reason.NOT_SUPPORTED, "pid_namespace"))
         try:
             pids = [int(name) for name in os.listdir(self._proc) if re.fullmatch("[0-9]{1,10}", name)]
         except OSError as error:
@@ -89,7 +86,7 @@ class Processes:
         if self._walks % _RELEARN_WALKS == 0:
             self._kernel.clear()  # numbers are used again
         asleep: dict[int, _Asleep] = {}
-        zombies, seen, hidden = 0, 0, None if 1 in pids else Null(Reason.NO_PERMISSION, "hidepid")
+        zombies, hidden = 0, None if 1 in pids else Null(Reason.NO_PERMISSION, "hidepid")
         for pid in pids:
             if pid in self._kernel:
                 continue
@@ -98,7 +95,6 @@ class Processes:
             if isinstance(stat, Null):
                 hidden = stat if stat.reason is Reason.NO_PERMISSION else hidden
                 continue
-            seen += 1
             if stat.flags & _KERNEL_THREAD:
                 self._kernel.add(pid)
             elif thread := _sleeping(home, stat):
@@ -106,7 +102,7 @@ class Processes:
             elif stat.state == "Z":
                 zombies += 1
         self._asleep = asleep
-        return self._told(now, zombies, hidden if seen else hidden or files.UNPARSABLE)
+        return self._told(now, zombies, hidden if hidden or self._kernel else _CONTAINER)
 
     def _since(self, pid: int, stat: _Stat, thread: Path, now: float) -> _Asleep:
         before = self._asleep.get(pid)

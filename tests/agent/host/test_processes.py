@@ -39,6 +39,7 @@ def process(write: Write) -> Callable[..., Path]:
         return write(f"{home}/stat", stat)
 
     one(1, "S", "systemd")
+    one(2, "S", "kthreadd", flags=KERNEL)
     return one
 
 
@@ -185,14 +186,18 @@ def test_T06_where_others_are_not_even_listed_the_first_process_is_missing(
 
 
 def test_T06_a_container_sees_its_own_processes_only(process: Process, walk: Walk, tmp_path: Path) -> None:
+    """It sees no thread of the kernel."""
     process(7, "Z")
-    link = tmp_path / "proc/self/ns/pid"
-    link.parent.mkdir(parents=True)
-    link.symlink_to("pid:[4026533001]")
-    assert walk() == dict.fromkeys(COLUMNS, Null(Reason.NOT_SUPPORTED, "pid_namespace"))
-    link.unlink()
-    link.symlink_to("pid:[4026531836]")
-    assert walk()["processes_zombie"] == 1
+    shutil.rmtree(tmp_path / "proc/2")
+    null = Null(Reason.NOT_SUPPORTED, "pid_namespace")
+    assert walk() == dict.fromkeys(COLUMNS, null)
+    process(8, comm="tar")
+    walk()
+    row = walk()
+    assert (row["processes_stuck"], row["stuck_comm"], row["processes_zombie"]) == (1, "tar", null)
+    process(2, "S", "bash")
+    process(8, "S")
+    assert walk() == dict.fromkeys(COLUMNS, null)
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "10 (x)", "10 (x) D 1 1", "10 (x) D " + "x " * 40])
