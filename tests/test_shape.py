@@ -28,6 +28,7 @@ SUFFIX = {
     Unit.PERCENT: "_pct",
     Unit.SECOND: "_s",
     Unit.GBIT_PER_S: "_gbps",
+    Unit.RPM: "_rpm",
 }
 
 

@@ -53,12 +53,21 @@ class Accepts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault: what it hits, and its parameters; with `port` the network port beside the card."""
+    """One kind of fault: what it hits, and its parameters.
+
+    Attributes:
+        card: It hits cards; otherwise a host.
+        params: Name -> what it accepts.
+        until: It may have an end.
+        port: It hits the network port near the card.
+        entity: What of a host it is about; `{name}` stands for a parameter.
+    """
 
     card: bool
     params: Mapping[str, Accepts]
     until: bool = True
     port: bool = False
+    entity: str = "node:"
 
 
 _GONE = ("driver_not_loaded", "no_library", "driver_mismatch", "no_permission", "driver_failed")
@@ -66,6 +75,9 @@ _DUTY = Accepts(1.0, 0.05, 1.0)
 PORT_DOWN = ("polling", "disabled", "init", "armed", "gone")
 PORT_ERRORS = ("symbol_errors", "rcv_errors", "xmit_discards", "local_link_integrity_errors")
 _MEMORY = Accepts("dram", words=("dram", "sram"))
+
+DIMMS = tuple(f"mc{controller}/dimm{module}" for controller in range(2) for module in range(8))
+"""The memory modules of a simulated host."""
 
 KINDS: dict[str, Kind] = {
     "card_lost": Kind(
@@ -157,6 +169,19 @@ KINDS: dict[str, Kind] = {
         port=True,
     ),
     "port_rate": Kind(True, {"lanes": Accepts(2, words=(1, 2))}, port=True),
+    "dimm_errors": Kind(
+        False,
+        {
+            "kind": Accepts("ce", words=("ce", "ue")),
+            "per_hour": Accepts(600, 1, 10**9),
+            "dimm": Accepts("mc0/dimm3", words=DIMMS),
+        },
+        entity="dimm:{dimm}",
+    ),
+    "clock_unsynced": Kind(False, {"offset_s": Accepts(0.0, -1000, 1000)}),
+    "process_stuck": Kind(
+        False, {"seconds": Accepts(900, 0, 10**7), "killed": Accepts("no", words=("no", "yes"))}
+    ),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
@@ -257,6 +282,7 @@ class Expected:
         fault: Its place among the scenario's faults, from 0.
         node: Where.
         entity: `gpu:<UUID>` (of the board that should be there), `port:<device>/<port>` or `node:`.
+        entity: `gpu:<UUID>` (of the board that should be there), `node:`, `dimm:<place>`.
         kind: Of the fault.
         at: Its start, seconds.
         rule: The rule that must fire.
@@ -370,8 +396,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if fault.expect is None:
                 continue
             for node in (name for name in self.node_names() if matches(fault.node, name)):
-                entities = ["node:"]
-                if KINDS[fault.kind].card:
+                kind = KINDS[fault.kind]
+                entities = [kind.entity.format_map({name: fault.param(name) for name in kind.params})]
+                if kind.card:
                     numbers = select(fault.gpu, self.gpu_count(node))
                     entities = [f"gpu:{self._board(node, number).uuid}" for number in numbers]
                     if KINDS[fault.kind].port:

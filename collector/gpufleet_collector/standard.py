@@ -111,13 +111,32 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
         """,
     ),
     "host": _of(
+        string="""
+            cpu_governor stuck_comm hottest_zone
+        """,
         f64="""
-            cpu_busy_s_total cpu_iowait_s_total cpu_steal_s_total load1 load15 psi_cpu_some_s_total
-            psi_memory_full_s_total psi_io_some_s_total psi_io_full_s_total uptime_s
+            cpu_busy_s_total cpu_iowait_s_total cpu_steal_s_total cpu_clock_mhz cpu_clock_mhz_min
+            cpu_clock_median_mhz load1 load15 stuck_s unkillable_s psi_cpu_some_s_total
+            psi_cpu_full_s_total psi_memory_some_s_total psi_memory_full_s_total psi_io_some_s_total
+            psi_io_full_s_total clock_offset_s clock_error_estimate_s clock_error_max_s
+            zone_temperature_c cpu_temperature_c inlet_temperature_c uptime_s
         """,
         u64="""
-            cpus processes processes_blocked context_switches_total mem_total_bytes mem_available_bytes
-            swap_used_bytes
+            cpus processes processes_blocked processes_zombie processes_stuck processes_unkillable
+            context_switches_total mem_total_bytes mem_available_bytes swap_used_bytes
+            swap_in_pages_total swap_out_pages_total major_faults_total oom_kills_total hugepages
+            hugepages_free zones_unreadable fans fans_failed fan_rpm_min kernel_taint units_failed
+        """,
+        boolean="""
+            clock_synchronised
+        """,
+    ),
+    "edac": _of(
+        string="""
+            dimm label
+        """,
+        u64="""
+            corrected_total uncorrectable_total corrected_day uncorrectable_day
         """,
     ),
     "port": _of(

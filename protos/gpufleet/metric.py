@@ -53,6 +53,7 @@ class Unit(StrEnum):
     SECOND = "s"
     GB_PER_S = "GB/s"
     GBIT_PER_S = "Gb/s"
+    RPM = "rpm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ class AmdHost(SysfsHost):
     def node(self) -> Item:
         """The host itself; `driver` says which amdgpu is loaded."""
         version = shown(read_or_empty(self._module / "version"))
-        found = self.sysfs.attributes() | {"driver": self.driver()}
+        found = self.machine.attributes() | {"driver": self.driver()}
         return Item("node:", found | {"driver_version": version} if version else found)
 
     def driver(self) -> str:
@@ -397,7 +397,7 @@ class AmdHost(SysfsHost):
 
     def place(self, pci: str) -> str:
         """A name for a slot of this machine, the same after each boot."""
-        found = self.sysfs.attributes()
+        found = self.machine.attributes()
         machine = found.get("machine_id") or found.get("serial") or found.get("hostname", "")
         return hashlib.blake2b(f"{machine} {pci}".encode(), digest_size=8).hexdigest()
 

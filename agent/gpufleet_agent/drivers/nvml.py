@@ -390,7 +390,7 @@ class NvmlHost(SysfsHost):
 
     def node(self) -> Item:
         """The host itself; driver and CUDA versions by the library where it answers."""
-        found = self.sysfs.attributes() | driver_words(self.sysfs)
+        found = self.machine.attributes() | driver_words(self.sysfs)
         versions = self.versions() if self._ready else {}
         if "driver" in versions:
             found |= {"driver": f"NVIDIA {versions['driver']}", "driver_version": versions["driver"]}

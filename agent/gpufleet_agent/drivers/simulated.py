@@ -28,6 +28,7 @@ from gpufleet_agent.drivers import (
     nvidia_cards,
 )
 from gpufleet_agent.drivers.simulated_health import health
+from gpufleet_agent.drivers.simulated_host import CPUS, MEM_BYTES, SimulatedMachine
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.simulated_nvlink import links
 from gpufleet_agent.drivers.simulated_pcie import way
@@ -256,7 +257,12 @@ class SimulatedHost:
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
         ports = SimulatedPorts(scenario, node, self._node, self._cards)
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"port": lambda: ports.rows(self.now())}
+        self._machine = SimulatedMachine(scenario, node)
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
+            "port": lambda: ports.rows(self.now()),
+            "edac": lambda: self._machine.dimms(self._phase().booted_at, clock()),
+            "dimm_item": self._machine.dimm_items,
+        }
 
     @property
     def epoch(self) -> int:
@@ -293,8 +299,10 @@ class SimulatedHost:
             "vendor": "gpufleet",
             "product": "simulated host",
             "cpu_model": "AMD EPYC 9554 64-Core Processor",
-            "cpus": str(_CPUS),
-            "mem_total_bytes": str(_MEM_BYTES),
+            "cpus": str(CPUS),
+            "mem_total_bytes": str(MEM_BYTES),
+            "cpu_governor": "performance",
+            "clocksource": "tsc",
             "driver": self._driver(),
         }
         if self._cards and not self._phase().gone:
@@ -318,29 +326,7 @@ class SimulatedHost:
         if group != "host":
             return {}
         t = self.now()
-        up = max(0.0, t - self._phase().booted_at)
-        bits = noise(cards.number(self._seed, self._name), int(t))
-        busy = 3.0 + 9.0 * sum(card.at(t).util > 0 for card in self._cards)
-        worked = 3.0 + 9.0 * len(self._cards)
-        return {
-            "cpu_busy_s_total": worked * up,
-            "cpu_iowait_s_total": 0.11 * up,
-            "cpu_steal_s_total": 0.0,
-            "cpus": _CPUS,
-            "load1": round(busy + (bits % 100) / 50, 2),
-            "load15": round(busy + 1.0, 2),
-            "processes": 2400 + bits % 40,
-            "processes_blocked": 0,
-            "context_switches_total": int(61_000 * up),
-            "mem_total_bytes": _MEM_BYTES,
-            "mem_available_bytes": _MEM_BYTES - int(busy * 9e9) - (bits >> 8) % 100_000_000,
-            "swap_used_bytes": 0,
-            "psi_cpu_some_s_total": 0.004 * up,
-            "psi_memory_full_s_total": 0.0,
-            "psi_io_some_s_total": 0.002 * up,
-            "psi_io_full_s_total": 0.001 * up,
-            "uptime_s": up,
-        }
+        return self._machine.read([card.at(t) for card in self._cards], self._phase().booted_at, t)
 
     def rows(self, group: str) -> Iterable[Row]:
         """Things of the host of one group, one row each; none of a group that is not simulated."""
@@ -443,10 +429,6 @@ class SimulatedHost:
 
     def _phase(self) -> NodePhase:
         return self._node.at(self.now())
-
-
-_CPUS = 128
-_MEM_BYTES = 1 << 40
 
 
 def _bell(key: int, count: int) -> float:

@@ -1,4 +1,4 @@
-"""What the kernel says in /proc and /sys: the bus, the host's metrics, what the node is.
+"""What the kernel says of the bus in /proc and /sys, and the host that is read by files alone.
 
 Needs no driver of a card, so it still answers when that driver hangs or is gone. Nothing here raises for a
 file that is missing, truncated or full of bytes: the cell is a Null that says why.
@@ -6,6 +6,7 @@ file that is missing, truncated or full of bytes: the cell is a Null that says w
 
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from gpufleet_agent.drivers import (
     Progress,
     files,
 )
+from gpufleet_agent.drivers.edac import Edac
+from gpufleet_agent.drivers.host import Machine
 from gpufleet_agent.drivers.kmsg import KernelLog
 from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
 from gpufleet_agent.drivers.ports import Ports
@@ -29,7 +32,6 @@ from gpufleet_agent.drivers.ports import Ports
 NVIDIA = "10de"
 
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-_PRETTY = re.compile(r'^PRETTY_NAME="?([^"\n]*)', re.MULTILINE)
 _GPU_CLASSES = {NVIDIA: ("0300", "0302", "0380"), "1002": ("0300", "0302", "0380", "1200")}
 _LIBRARY_PLACES = (
     "/usr/lib/x86_64-linux-gnu",
@@ -40,14 +42,6 @@ _LIBRARY_PLACES = (
     "/usr/lib/nvidia",
     "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
     "/run/opengl-driver/lib",
-)
-_PLACEHOLDERS = (
-    "",
-    "none",
-    "not specified",
-    "to be filled by o.e.m.",
-    "default string",
-    "system product name",
 )
 
 
@@ -223,48 +217,7 @@ class Sysfs:
         """Whether the device is powered: active, suspended, ..."""
         return self._pcie.runtime_status(address)
 
-    def boot_id(self) -> str:
-        """Of the running boot; empty when it cannot be read."""
-        return files.plain(files.read(self._root / "proc/sys/kernel/random/boot_id"))
-
-    def host(self) -> Row:
-        """The columns of probe `host`."""
-        proc = self._root / "proc"
-        row: dict[str, Cell] = {}
-        row.update(_stat(files.read(proc / "stat")))
-        row.update(_loadavg(files.read(proc / "loadavg")))
-        row.update(_meminfo(files.read(proc / "meminfo")))
-        for name, kind in _PRESSURES:
-            row[f"psi_{name}_{kind}_s_total"] = _pressure(files.read(proc / "pressure" / name), kind)
-        row["uptime_s"] = files.parsed(
-            files.read(proc / "uptime"), lambda text: files.number(text.split()[0])
-        )
-        return row
-
-    def attributes(self) -> dict[str, str]:
-        """What the node is, as far as it can be read."""
-        proc, dmi = self._root / "proc", self._root / "sys/class/dmi/id"
-        machine = files.plain(files.read(self._root / "etc/machine-id"))
-        memory = _meminfo(files.read(proc / "meminfo"))["mem_total_bytes"]
-        cpus = _stat(files.read(proc / "stat"))["cpus"]
-        found = {
-            "hostname": files.plain(files.read(proc / "sys/kernel/hostname")),
-            "machine_id": machine if re.fullmatch("[0-9a-f]{32}", machine) and set(machine) != {"0"} else "",
-            "boot_id": self.boot_id(),
-            "kernel": files.plain(files.read(proc / "sys/kernel/osrelease")),
-            "architecture": os.uname().machine,
-            "os": self._os(),
-            "vendor": files.plain(files.read(dmi / "sys_vendor")),
-            "product": files.plain(files.read(dmi / "product_name")),
-            "serial": files.plain(files.read(dmi / "product_serial")),
-            "cpu_model": self._cpu_model(),
-            "cpus": "" if isinstance(cpus, Null) else str(cpus),
-            "mem_total_bytes": "" if isinstance(memory, Null) else str(memory),
-        }
-        found |= self._routes()
-        return {name: text for name, text in found.items() if text.lower() not in _PLACEHOLDERS}
-
-    def _routes(self) -> dict[str, str]:
+    def routes(self) -> dict[str, str]:
         """`iommu` and `acs`: whether devices of the bus reach memory, and one another, without a detour."""
         try:
             kinds = {name: self.kind(name) for name in self._addresses()}
@@ -358,44 +311,35 @@ class Sysfs:
         }
         return row | self._best.after(row)
 
-    def _os(self) -> str:
-        for name in ("etc/os-release", "usr/lib/os-release"):
-            text = files.read(self._root / name)
-            found = (
-                None if isinstance(text, Null) else re.search(r'^PRETTY_NAME="?([^"\n]*)', text, re.MULTILINE)
-            )
-            if found:
-                return files.plain(found[1])
-        return ""
-
-    def _cpu_model(self) -> str:
-        text = files.read(self._root / "proc/cpuinfo")
-        found = None if isinstance(text, Null) else re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        return files.plain(found[1]) if found else ""
-
 
 class SysfsHost:
     """A host whose cards nobody asks: it has none, or their driver's library is not there."""
 
     def __init__(self, root: Path = Path("/"), ask_driver: bool = True) -> None:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
+        self.machine = Machine(root)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
         ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"port": ports.rows}
+        memory = Edac(root, time.monotonic)
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
+            "port": ports.rows,
+            "edac": memory.rows,
+            "dimm_item": memory.items,
+        }
 
     @property
     def boot_id(self) -> str:
         """Of the running boot."""
-        return self.sysfs.boot_id()
+        return self.machine.boot_id()
 
     def node(self) -> Item:
         """The host itself; `driver` says in words what there is."""
-        return Item("node:", self.sysfs.attributes() | driver_words(self.sysfs))
+        return Item("node:", self.machine.attributes() | self.sysfs.routes() | driver_words(self.sysfs))
 
     def read(self, group: str) -> Row:
         """Host-wide metrics of "host"; nothing for a group that is not known."""
-        return self.sysfs.host() if group == "host" else {}
+        return self.machine.read() if group == "host" else {}
 
     def rows(self, group: str) -> Iterable[Row]:
         """Things of the host of one group, one row each; none of a group that is not known."""
@@ -444,73 +388,7 @@ def driver_words(sysfs: Sysfs) -> dict[str, str]:
     return {"driver": "NVIDIA driver not loaded" if cards else "no NVIDIA driver"}
 
 
-_PRESSURES = (("cpu", "some"), ("memory", "full"), ("io", "some"), ("io", "full"))
-
-
 def _numa(text: str) -> Cell:
     if text.strip() == "-1":
         return Null(Reason.NOT_SUPPORTED, "-1")
     return files.count(text.strip())
-
-
-_STAT = (
-    "cpu_busy_s_total",
-    "cpu_iowait_s_total",
-    "cpu_steal_s_total",
-    "cpus",
-    "context_switches_total",
-    "processes_blocked",
-)
-
-
-def _stat(text: str | Null) -> dict[str, Cell]:
-    if isinstance(text, Null):
-        return dict.fromkeys(_STAT, text)
-    lines = [line.split() for line in text.splitlines()]
-    first = {words[0]: words[1:] for words in reversed(lines) if words}
-    hertz = os.sysconf("SC_CLK_TCK")
-
-    def ticks(*places: int) -> Cell:
-        values = [files.count(value) for value in first["cpu"][:8]]
-        return sum(values[place] for place in places) / hertz
-
-    cpus = sum(bool(re.fullmatch(r"cpu\d+", name)) for name in first)
-    return {
-        # user, nice, system, irq, softirq, steal: not idle and not waiting; guests are counted in user
-        "cpu_busy_s_total": files.parsed(text, lambda _: ticks(0, 1, 2, 5, 6, 7)),
-        "cpu_iowait_s_total": files.parsed(text, lambda _: ticks(4)),
-        "cpu_steal_s_total": files.parsed(text, lambda _: ticks(7)),
-        "cpus": cpus or files.UNPARSABLE,
-        "context_switches_total": files.parsed(text, lambda _: files.count(first["ctxt"][0])),
-        "processes_blocked": files.parsed(text, lambda _: files.count(first["procs_blocked"][0])),
-    }
-
-
-def _loadavg(text: str | Null) -> dict[str, Cell]:
-    return {
-        "load1": files.parsed(text, lambda text: files.number(text.split()[0])),
-        "load15": files.parsed(text, lambda text: files.number(text.split()[2])),
-        "processes": files.parsed(text, lambda text: files.count(text.split()[3].split("/")[1])),
-    }
-
-
-def _meminfo(text: str | Null) -> dict[str, Cell]:
-    sizes: dict[str, str] = {}
-    if not isinstance(text, Null):
-        sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
-
-    def size(name: str) -> int:
-        return files.count(sizes[name]) * 1024
-
-    return {
-        "mem_total_bytes": files.parsed(text, lambda _: size("MemTotal")),
-        "mem_available_bytes": files.parsed(text, lambda _: size("MemAvailable")),
-        "swap_used_bytes": files.parsed(text, lambda _: max(0, size("SwapTotal") - size("SwapFree"))),
-    }
-
-
-def _pressure(text: str | Null, kind: str) -> Cell:
-    if isinstance(text, Null):
-        return text
-    found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
-    return int(found[1]) / 1e6 if found else files.UNPARSABLE

@@ -1,7 +1,7 @@
 """Every probe. One probe = one file = one table = one config key `[probes.<name>]`."""
 
 from gpufleet_agent.probe import Probe
-from gpufleet_agent.probes import gpu, gpu_health, host, nvlink, pci, port
+from gpufleet_agent.probes import edac, gpu, gpu_health, host, nvlink, pci, port
 
 PROBES: dict[str, Probe] = {
     "gpu": gpu,
@@ -10,5 +10,6 @@ PROBES: dict[str, Probe] = {
     "pci": pci,
     "port": port,
     "host": host,
+    "edac": edac,
 }
 """Probes of the sampler, by name. `agent` (probes/agent.py) is read by the supervisor about itself."""

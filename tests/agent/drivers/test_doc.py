@@ -17,6 +17,7 @@ SECTIONS = {
     "pci": "`pci`, every",
     "host": "`host`, every",
     "port": "`port`, every",
+    "edac": "`edac`, every",
 }
 
 

@@ -189,32 +189,7 @@ def test_an_errno_is_a_reason_and_its_name_the_code(
 
     monkeypatch.setattr(Path, "open", refuse)
     null = Null(reason, errno.errorcode[number])
-    assert set(Sysfs(tree.root).host().values()) == {null}
     assert Sysfs(tree.root).runtime_status("0000:1b:00.0") == null
-    assert Sysfs(tree.root).boot_id() == ""
-
-
-def test_the_host(tree: Tree) -> None:
-    hertz = os.sysconf("SC_CLK_TCK")
-    assert SysfsHost(tree.root).read("host") == {
-        "cpu_busy_s_total": (100 + 20 + 30 + 6 + 7 + 8) / hertz,
-        "cpu_iowait_s_total": 50 / hertz,
-        "cpu_steal_s_total": 8 / hertz,
-        "cpus": 2,
-        "load1": 0.21,
-        "load15": 0.44,
-        "processes": 92,
-        "processes_blocked": 3,
-        "context_switches_total": 123456,
-        "mem_total_bytes": 1024000,
-        "mem_available_bytes": 600 * 1024,
-        "swap_used_bytes": 30 * 1024,
-        "psi_cpu_some_s_total": 1.5,
-        "psi_memory_full_s_total": 2.5,
-        "psi_io_some_s_total": 3.5,
-        "psi_io_full_s_total": 0.5,
-        "uptime_s": 1679.16,
-    }
 
 
 def test_this_very_machine_can_be_read() -> None:

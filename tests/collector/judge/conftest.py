@@ -9,7 +9,8 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci, port
+from gpufleet_agent.probes import PROBES as SAMPLED
+from gpufleet_agent.probes import agent
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -18,12 +19,7 @@ from gpufleet_collector.store import LIVE, Column, Store
 START = datetime(2026, 3, 1, 12, 0, 0)
 H100 = "NVIDIA H100 80GB HBM3"
 PROBES: dict[str, tuple[Metric, ...]] = {
-    "gpu": gpu.METRICS,
-    "gpu_health": gpu_health.METRICS,
-    "nvlink": nvlink.METRICS,
-    "pci": pci.METRICS,
-    "host": host.METRICS,
-    "port": port.METRICS,
+    **{name: probe.METRICS for name, probe in SAMPLED.items()},
     "agent": agent.METRICS,
     "bench": benches.METRICS,
 }

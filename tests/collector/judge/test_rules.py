@@ -113,6 +113,7 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
     with bare.reader() as read:
         status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
     assert {rule for rule, said in status.items() if said == NO_PROBE} >= {
+        "dimm_errors",
         "driver_mismatch",
         "ecc_uncorrectable",
         "pcie_errors",
