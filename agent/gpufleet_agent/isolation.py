@@ -70,7 +70,8 @@ class Isolation:
         deliver: Takes what the sampler read.
         report: Takes events.
         command: The sampler program.
-        restart_s: First wait before a sampler that ended is started again; doubles up to a minute.
+        restart_s: First wait before a sampler that ended is started again, after once at once; doubles up to
+            a minute.
         cursor: Says where the kernel log is to be read from; None = it is not read.
     """
 
@@ -287,7 +288,9 @@ class Isolation:
                 )
             )
         child.progress.close()
-        self._start_at = now + backoff(self._ends, self._restart_s, 60.0)
+        # what ran steadily is started again at once: the others' gap is this start and nothing else
+        wait_s = backoff(self._ends - 1, self._restart_s, 60.0) if self._ends else 0.0
+        self._start_at = now + wait_s
         self._ends += 1
 
     def _crash(self, call: Doing, number: int, now: float) -> None:
