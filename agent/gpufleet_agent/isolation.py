@@ -49,12 +49,14 @@ class Watched:
         child: The process.
         seen: What it was doing at the last look. Only what is seen twice can be overdue: after a pause of the
             whole machine every call looks late.
+        aside: The call beside its loop at the last look.
         planned: It was told to end.
         sweeps: What a trial read.
     """
 
     child: Child
     seen: Doing | None = None
+    aside: Doing | None = None
     planned: bool = False
     sweeps: list[Sweep] = field(default_factory=list)
 
@@ -352,6 +354,9 @@ class Isolation:
     def _overdue(self, watched: Watched, now: float) -> tuple[Doing, str] | None:
         """The call or phase of a child that is past its deadline, seen so twice; and the phase around it."""
         progress = watched.child.progress
+        aside, watched.aside = watched.aside, progress.aside()
+        if aside is not None and aside == watched.aside and now - aside.since > self._limits.init_deadline_s:
+            return aside, ""
         phase = progress.phase()
         doing = progress.call()
         patience = self._limits.deadline_s

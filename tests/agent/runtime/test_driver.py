@@ -65,7 +65,7 @@ def test_B01_a_loss_is_one_event_and_costs_the_others_nothing(kit: Any, code: st
         assert len([one for one in sweeps(kit) if one.get(pci) == "ok"]) == len(sweeps(kit))
 
 
-# Long enough that starting a process on a loaded machine is a small part of it; the bound is the product's own.
+# Long enough that starting a process on a loaded machine is a small part of it; the bound is as it is.
 EVERY_S, DEADLINE_S = 3.0, 1.0
 SLOW = f"[sampler]\ndeadline_s = {DEADLINE_S}\ninit_deadline_s = 5.0\nretry_s = 60.0\n"
 

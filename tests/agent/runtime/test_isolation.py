@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,22 @@ import os, signal, sys, time
 from pathlib import Path
 from gpufleet_agent import guard, sampler
 from gpufleet_agent.drivers import open as opener
+from gpufleet_agent.drivers.nvml import NvmlHost
 
 plan = {plan!r}
 flag = Path({flag!r})
 
-def open_host(driver, root, progress, simulated, skip):
+def open_host(driver, root, progress, simulated, skip, aside):
     if driver == "none":
         return opener.open_host("none", root)
+    if plan == "slow":
+        class Library:
+            def nvmlInit(self):
+                while not flag.exists():
+                    time.sleep(0.05)
+            def nvmlDeviceGetCount(self):
+                return 0
+        return NvmlHost(root, progress, Library(), aside=aside)
     if plan == "init" and not flag.exists():
         progress.enter("", "nvmlInit")
         time.sleep(600)
@@ -117,7 +127,7 @@ class Stage:
             scenario=str(scenario), node="gpu-a01", started_us=wall_us(), started_mono_us=mono_us()
         )
         self.isolation = Isolation(
-            HostSettings(driver="auto" if plan == "init" else "simulated", simulated=node),
+            HostSettings(driver="auto" if plan in ("init", "slow") else "simulated", simulated=node),
             PROBES | ({"gpu_health": 0.3} if plan == "health" else {}),
             Sampling(deadline_s=0.5, init_deadline_s=init_deadline_s, retry_s=retry_s, retry_max_s=10.0),
             self.episodes,
@@ -125,7 +135,7 @@ class Stage:
             self.events.append,
             command,
             restart_s=0.05,
-            cursor=(lambda: self.cursor) if plan == "log" else None,
+            cursor=(lambda: self.cursor) if plan in ("log", "slow") else None,
         )
 
     def save(self, text: str) -> None:
@@ -307,6 +317,40 @@ def test_initialising_the_driver_may_take_longer_than_a_call(tmp_path: Path, kit
         assert detail["seconds"] > 3.0  # not 0.5
 
     play(stage, work)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_A16_bus_host_and_kernel_log_go_on_while_the_driver_is_initialised(
+    tmp_path: Path, kit: Any, ends: bool
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "slow", init_deadline_s=60.0 if ends else 4.0, retry_s=60.0)
+    stage.cursor = ""
+
+    def errors() -> list[str]:
+        return [sweep.error for _, sweep in stage.sweeps if sweep.probe == "gpu"]
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: "starting" in errors())
+        (pid,) = stage.isolation.pids
+        await stage.more("host", 5)
+        await stage.more("pci", 5)
+        assert stage.cursor or not os.access("/dev/kmsg", os.R_OK)
+        assert (set(errors()), stage.kinds(), stage.isolation.pids) == ({"starting"}, [], [pid])
+        if ends:
+            stage.flag.touch()
+            await stage.until(lambda: errors()[-1] == "")
+            assert (stage.kinds(), stage.isolation.pids) == ([], [pid])
+        else:
+            await stage.until(lambda: stage.kinds())
+            await stage.more("host")
+
+    play(stage, work)
+    if not ends:
+        (hung,) = stage.events
+        assert (hung.kind, hung.entity, hung.code) == ("driver_hung", "node:", "nvmlInit")
+        assert json.loads(hung.detail)["seconds"] > 4.0
+    hosts = [at for at, sweep in stage.sweeps if sweep.probe == "host"]
+    assert max(after - before for before, after in pairwise(hosts)) < 4.0
 
 
 def test_B07_a_card_that_hangs_in_its_health_is_left_out_alone(tmp_path: Path, kit: Any) -> None:
