@@ -3,7 +3,8 @@
 A driver call past its deadline costs its process and nothing else: the child is abandoned, never waited
 for, and a new one leaves out what hung. Each hang makes the next child do less (card, then driver, then
 probe), so this ends. What is left out is tried again, at growing intervals, by a child of its own: another
-hang then costs the running sampler nothing. At most one process per card is ever stuck.
+hang then costs the running sampler nothing. So
+is a lost card that the bus still shows. At most one process per card is ever stuck.
 """
 
 import asyncio
@@ -393,7 +394,11 @@ class Isolation:
         if self._trial is None:
             if self._episodes.released:
                 return
-            due = [hang for hang in self._episodes.due() if hang.what not in self._orphans]
+            due = [
+                hang
+                for hang in (*self._episodes.due(), *self._episodes.lost_due())
+                if hang.what not in self._orphans
+            ]
             if due:
                 self._try(due[0])
             return
@@ -408,7 +413,7 @@ class Isolation:
             self._abandon(hang.what, watched.child)
 
     def _try(self, hang: Hang) -> None:
-        """Touch what hung once, in a process of its own."""
+        """Touch what hung, or look for what is lost, once, in a process of its own."""
         others = [other for other in self._episodes.skips() if other.what != hang.what]
         probe = hang.what.removeprefix("probe ") if hang.what.startswith("probe ") else "gpu"
         sweeps: list[Sweep] = []
@@ -434,14 +439,17 @@ class Isolation:
 
     def _judge(self, hang: Hang, trial: Watched) -> None:
         """The trial ended: go on with what answers, leave the rest alone for longer."""
-        if trial.child.code != 0 or not _answers(hang.what, trial.sweeps):
+        # lost is an answer of what hung, but none of what is lost
+        enough = ("ok", "lost") if self._episodes.is_hung(hang.what) else ("ok",)
+        if trial.child.code != 0 or not _answers(hang.what, trial.sweeps, enough):
             self._episodes.postpone(hang.what)
             return
         event = self._episodes.end_hang(hang.what)
         if event is not None:
             self._report(event)
         if self._sampler is not None:
-            self._renew(self._sampler)  # it leaves out what answers again: a new one does not
+            # it leaves out what answers again, or has it for lost: a new one does not
+            self._renew(self._sampler)
 
 
 async def _end(child: Child, timeout_s: float) -> None:
@@ -457,12 +465,12 @@ def _whats(skips: Sequence[Hang]) -> set[str]:
     return {hang.what for hang in skips}
 
 
-def _answers(what: str, sweeps: Sequence[Sweep]) -> bool:
-    """Whether a trial's sweep shows that `what` no longer hangs; lost is an answer."""
+def _answers(what: str, sweeps: Sequence[Sweep], enough: Sequence[str]) -> bool:
+    """Whether a trial's sweep shows `what` in a state that is good enough."""
     if what == KERNEL_LOG:
         return True  # it came to its end
     if what.startswith("probe "):
         return bool(sweeps)
     if not what:
         return any(sweep.error != "hung" for sweep in sweeps)
-    return any(row[_PCI] == what and row[_STATE] in ("ok", "lost") for sweep in sweeps for row in sweep.rows)
+    return any(row[_PCI] == what and row[_STATE] in enough for sweep in sweeps for row in sweep.rows)

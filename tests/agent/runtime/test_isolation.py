@@ -31,7 +31,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from gpufleet_agent import guard, sampler
-from gpufleet_agent.drivers import open as opener
+from gpufleet_agent.drivers import Lost, open as opener
 from gpufleet_agent.drivers.nvml import NvmlHost
 
 plan = {plan!r}
@@ -80,6 +80,13 @@ def open_host(driver, root, progress, simulated, skip, aside):
                 time.sleep(600)
             return (), cursor + "."
         host.kernel_log = kernel_log
+    if plan == "lost":
+        known_to_this_process = flag.exists()
+        def read(group, real=cards[3].read):
+            if not known_to_this_process:
+                raise Lost("gpu_is_lost")
+            return real(group)
+        cards[3].read = read
     if plan == "health":
         def read(group, real=cards[3].read):
             if group == "gpu_health" and not flag.exists():
@@ -146,6 +153,8 @@ class Stage:
             self.sweeps.append((time.monotonic(), message))
         if isinstance(message, KernelNews):
             self.cursor = message.cursor
+        if isinstance(message, Sweep) and message.probe == "pci":
+            self.episodes.see_bus(message)
         if isinstance(message, Sweep) and message.probe == "gpu":
             self.events += self.episodes.see_gpus(message)
 
@@ -317,6 +326,26 @@ def test_initialising_the_driver_may_take_longer_than_a_call(tmp_path: Path, kit
         assert detail["seconds"] > 3.0  # not 0.5
 
     play(stage, work)
+
+
+def test_a_lost_card_that_came_back_is_found_by_a_process_of_its_own(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "lost", retry_s=0.5)
+    lost = ["ok"] * 3 + ["lost"] + ["ok"] * 4
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.states() == lost)
+        (sampler,) = stage.isolation.pids
+        await stage.until(lambda: len(children()) == 2)  # it is looked for
+        await stage.until(lambda: len(children()) == 1)  # in vain
+        await stage.more("gpu")
+        assert stage.states() == lost
+        assert stage.isolation.pids == [sampler]  # which cost the others nothing
+        stage.flag.touch()
+        await stage.until(lambda: stage.states() == ["ok"] * 8)
+
+    play(stage, work)
+    assert stage.kinds() == ["gpu_lost", "gpu_found"]
+    assert stage.isolation.restarts_total == 0
 
 
 @pytest.mark.parametrize("ends", [True, False])
