@@ -29,6 +29,8 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.nvml_card import Card, Library
 from gpufleet_agent.drivers.nvml_errors import MISMATCH, UNINITIALIZED, UNKNOWN, FailedError, known
+from gpufleet_agent.drivers.nvml_gpm import COLUMNS as _ACTIVITY
+from gpufleet_agent.drivers.nvml_gpm import Activity
 from gpufleet_agent.drivers.nvml_values import (
     Field,
     Platform,
@@ -57,6 +59,8 @@ _FIELDS = (
     Field(269, "sw_thermal_s_total", seconds),
     Field(270, "hw_thermal_s_total", seconds),
     Field(271, "hw_brake_s_total", seconds),
+    Field(197, "pcie_tx_bytes_total"),
+    Field(198, "pcie_rx_bytes_total"),
 )
 _POWER = (Field(185, "average", watts), Field(186, "instant", watts))
 _VIOLATIONS = {"power_cap_s_total": 0, "sw_thermal_s_total": 1, "sync_boost_s_total": 2}
@@ -94,6 +98,7 @@ class NvmlGpu:
         self.pci = pci
         self.uuid = uuid
         self.card = Card(host, index, pci)
+        self.activity = Activity(self.card)
         self._host = host
         self._split: bool | None = None
         self._kind: nvidia_cards.CardModel | None = None
@@ -228,6 +233,8 @@ class NvmlGpu:
             "pcie_width": number(ask("nvmlDeviceGetCurrPcieLinkWidth")),
             "pcie_width_max": number(ask("nvmlDeviceGetMaxPcieLinkWidth")),
         }
+        row["fan_pct"] = number(ask("nvmlDeviceGetFanSpeed"))
+        row.update(dict.fromkeys(_ACTIVITY, _SPLIT) if self._is_split() else self.activity.read())
         row.update(self._memory())
         row.update(self._slowed())
         if self._is_part_of_processor(row):
@@ -493,6 +500,8 @@ class NvmlHost(SysfsHost):
 
     def _close(self) -> None:
         if self._ready:
+            for gpu in self._gpus:
+                gpu.activity.close()
             # what cannot be shut down is initialised once more all the same
             with suppress(FailedError):
                 self.library.call("", "nvmlShutdown")
@@ -677,7 +686,8 @@ _NUMBERS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
 _GPU = (
     *_RING, *(f"{name}_{end}" for name in _RING for end in ("min", "p10")), "power_limit_w", "mem_util_pct",
     "mem_clock_mhz", "mem_used_bytes", "mem_total_bytes", "temperature_c", "temperature_margin_c", "pstate",
-    "clock_reasons", "energy_j_total", *_PCIE, *(field.name for field in _FIELDS if field.id != 75),
+    "clock_reasons", "energy_j_total", "fan_pct", *_ACTIVITY, *_PCIE,
+    *(field.name for field in _FIELDS if field.id != 75),
 )  # fmt: skip
 _GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": nvml_health.COLUMNS}
 

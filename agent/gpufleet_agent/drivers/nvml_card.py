@@ -88,6 +88,15 @@ class Card:
         self._denied: set[str] = set()
 
     @property
+    def library(self) -> Library:
+        """For what is asked without a handle."""
+        return self._host.library
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
+        return self._host.clock()
+
+    @property
     def lost(self) -> bool:
         """Whether it was lost when it was asked last."""
         return self._trouble is not None and self._is_lost(self._trouble)

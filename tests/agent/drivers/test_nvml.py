@@ -126,6 +126,10 @@ def test_a_whole_row_in_our_units(host: NvmlHost) -> None:
         "hw_thermal_s_total": 2.0,
         "hw_brake_s_total": 2.0,
         "energy_j_total": 5000.5,
+        "pcie_tx_bytes_total": 2_000_000_000,
+        "pcie_rx_bytes_total": 2_000_000_000,
+        **dict.fromkeys(("sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "mem_active_pct")),
+        "fan_pct": 30.0,
         "pcie_gen": 5,
         "pcie_gen_max": 5,
         "pcie_width": 16,
@@ -253,12 +257,12 @@ def test_blanks_of_the_driver_are_no_values(host: NvmlHost, nvml: Nvml, blank: i
         "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetCurrPcieLinkWidth",
         "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetMarginTemperature",
-        "nvmlDeviceGetPerformanceState",
+        "nvmlDeviceGetPerformanceState", "nvmlDeviceGetFanSpeed",
     )  # fmt: skip
     nvml.says = dict.fromkeys(numbers, blank)
     nvml.says["nvmlDeviceGetMemoryInfo_v2"] = SimpleNamespace(total=blank, used=blank)
     nvml.says["nvmlDeviceGetUtilizationRates"] = SimpleNamespace(gpu=blank, memory=blank)
-    nvml.fields = {number: nvml.field(number, blank) for number in (74, 75, 76, 82, 269, 270, 271)}
+    nvml.fields = {number: nvml.field(number, blank) for number in (74, 75, 76, 82, 197, 198, 269, 270, 271)}
     row = sweep(host)[0]
     known = {
         "gpu_uuid",
@@ -1065,7 +1069,7 @@ def test_A12_a_guest_with_few_sensors_is_a_card_like_any_other(host: NvmlHost, n
     for name in (
         "Temperature", "TemperatureV", "MarginTemperature", "PowerUsage", "EnforcedPowerLimit", "EccMode",
         "TotalEnergyConsumption", "CurrPcieLinkGeneration", "MaxPcieLinkGeneration", "CurrPcieLinkWidth",
-        "MaxPcieLinkWidth", "FieldValues", "ViolationStatus", "PowerManagementDefaultLimit",
+        "MaxPcieLinkWidth", "FieldValues", "ViolationStatus", "PowerManagementDefaultLimit", "FanSpeed",
     ):  # fmt: skip
         nvml.fail[f"nvmlDeviceGet{name}"] = 3
     row = sweep(host)[0]
