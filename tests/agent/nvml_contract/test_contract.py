@@ -147,6 +147,20 @@ def test_what_the_parts_of_a_card_did_is_read_between_two_samples(reader: Start)
     assert activity(new) == [["NOT_READ", "first"]] * 4
 
 
+def test_cards_that_are_all_lost_are_found_by_another_start_and_count_anew(reader: Start) -> None:
+    new = reader("new")
+    assert states(new) == ["ok", "ok"]
+    new.say("fail nvmlDeviceGetClockInfo 15", "fail nvmlDeviceGetHandleByPciBusId_v2 15")
+    assert states(new) == ["lost", "lost"]
+    new.say("fail nvmlDeviceGetHandleByPciBusId_v2 15")  # as long as nobody initialises the library
+    deadline = time.monotonic() + 9.0  # a lost card is asked for again after ten seconds
+    while states(new) != ["ok", "ok"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    _, rows = cast(tuple[str, list[Row]], new.ask("probe", group="gpu"))
+    assert {one["driver_epoch"] for one in rows} == {2}
+
+
 def test_an_older_card_has_no_parts_to_speak_of(reader: Start) -> None:
     new = reader("new")
     new.say("number nvmlGpmQueryDeviceSupport 0")
