@@ -18,21 +18,31 @@ from gpufleet_agent.config import backoff
 from gpufleet_agent.pipe import Inventory, Skip
 from gpufleet_agent.probe import Sweep, mono_us, wall_us
 from gpufleet_agent.probes import gpu
+from gpufleet_agent.probes import pci as bus
 
 _COLUMNS = {metric.name: at for at, metric in enumerate(gpu.METRICS)}
+_PCI, _PRESENT = ([metric.name for metric in bus.METRICS].index(name) for name in ("pci", "present"))
 _DOUBT_US = 10_000_000
 """A driver may answer from memory for so long for a card that the kernel already calls lost."""
+
+_LIVE = ("temperature_c", "mem_clock_mhz", "pstate", "clock_reasons", "power_limit_w", "mem_util_pct")
+"""Columns that are read from the card for the very row: identity and sizes a driver knows by heart."""
 
 _MOST = 256
 """Episodes kept of each sort; a host has at most sixteen cards, but they are swapped over the years."""
 
 
 def happened(
-    kind: str, entity: str, message: str, code: str = "", detail: Mapping[str, Value | None] | None = None
+    kind: str,
+    entity: str,
+    message: str,
+    code: str = "",
+    detail: Mapping[str, Value | None] | None = None,
+    count: int = 1,
 ) -> Event:
     """An event of this moment."""
     text = json.dumps(detail) if detail else ""
-    return Event(kind, entity, wall_us(), mono_us(), code, message, text)
+    return Event(kind, entity, wall_us(), mono_us(), code, message, text, count)
 
 
 class Hang(msgspec.Struct):
@@ -137,6 +147,8 @@ class Episodes:
         self._known: set[str] | None = None
         self._answered: set[str] = set()
         self._epoch: int | None = None
+        self._on_bus: set[Value | None] = set()
+        self._looked_for: dict[str, tuple[int, int]] = {}
         self.states: dict[str, str] = {}
         """State of each card in the newest sweep, by uuid or address."""
         for hang in self._hung.values():  # a restart is a good moment to try again, but not to hammer
@@ -182,6 +194,10 @@ class Episodes:
     def postpone(self, what: str) -> None:
         """Tried again in vain: leave it alone for twice as long."""
         hang = self._hung.get(what)
+        if what in self._looked_for:
+            tries = self._looked_for[what][0] + 1
+            wait_s = backoff(tries, self._retry_s, self._retry_max_s)
+            self._looked_for[what] = (tries, self._clock_us() + int(wait_s * 1e6))
         if hang is not None:
             hang.tries += 1
             hang.next_try_us = self._clock_us() + int(
@@ -285,6 +301,8 @@ class Episodes:
             if card.uuid:
                 self._cards[card.pci] = self._by_uuid[card.uuid] = card
             self.states[card.uuid or card.pci] = state
+            if state == "ok" and self._is_lost(card) and not _is_live(row):
+                continue  # it gave a handle and not one value: that is no return
             events += self._see_card(card, state, sweep.mono_us)
         events += self._see_absent() + self._see_epoch(sweep)
         self._known = (self._known or set()) | self.states.keys()
@@ -332,6 +350,32 @@ class Episodes:
                     for name, key in (("driver", "driver_version"), ("library", "library_version"))
                     if key in item.attributes
                 }
+
+    def see_bus(self, sweep: Sweep) -> None:
+        """Which addresses answer on the bus, by a sweep of probe `pci`."""
+        if not sweep.error:
+            self._on_bus = {row[_PCI] for row in sweep.rows if row[_PRESENT] is True}
+
+    def lost_due(self) -> list[Hang]:
+        """Lost cards that are on the bus, and may be looked for in a process of their own now.
+
+        A card that was reset is another one to the driver's library until that is initialised anew, which a
+        sampler with other cards to read does not do. What is returned is what a trial needs, no episode.
+        """
+        now = self._clock_us()
+        lost = {card.pci: card for card in self._lost.values() if not card.heard_us}
+        self._looked_for = {pci: look for pci, look in self._looked_for.items() if pci in lost}
+        due: list[Hang] = []
+        for pci, card in lost.items():
+            if self.states.get(card.uuid or pci) != "lost" or pci not in self._on_bus or self.is_hung(pci):
+                continue
+            tries, at_us = self._looked_for.setdefault(pci, (0, now + int(self._retry_s * 1e6)))
+            if now >= at_us:
+                due.append(Hang(pci, self._boot_id, "", pci, card.uuid, -1, now, tries))
+        return due
+
+    def _is_lost(self, card: Card) -> bool:
+        return bool({card.uuid or card.pci, card.pci} & self._lost.keys())
 
     def _see_card(self, card: Card, state: str, at_us: int) -> list[Event]:
         key = card.uuid or card.pci
@@ -436,6 +480,10 @@ def _detail(event: Event, key: str) -> str:
 def _text(row: list[Value | None], name: str) -> str:
     cell = row[_COLUMNS[name]]
     return cell if isinstance(cell, str) else ""
+
+
+def _is_live(row: list[Value | None]) -> bool:
+    return any(row[_COLUMNS[name]] is not None for name in _LIVE)
 
 
 def _number(row: list[Value | None], name: str) -> int:

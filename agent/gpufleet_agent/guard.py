@@ -169,8 +169,11 @@ def open_guarded(
     progress: Progress | None = None,
     skip: Sequence[Skip] = (),
     only: str | None = None,
+    aside: Progress | None = None,
 ) -> GuardedHost:
     """Open the host; a driver that is skipped as a whole is not even loaded.
+
+    With `aside`, a driver that is slow to initialise does so beside the probes, and announces it there.
 
     Raises:
         ConfigError: The scenario cannot be used.
@@ -183,4 +186,5 @@ def open_guarded(
         node = settings.simulated
         simulated = Simulated(Path(node.scenario), node.node, node.started_us, node.started_mono_us)
     addresses = [one.pci for one in skip if one.pci]
-    return GuardedHost(open_host(driver, Path(settings.root), progress, simulated, addresses), skip, only)
+    host = open_host(driver, Path(settings.root), progress, simulated, addresses, aside)
+    return GuardedHost(host, skip, only)

@@ -3,7 +3,8 @@
 A driver call past its deadline costs its process and nothing else: the child is abandoned, never waited
 for, and a new one leaves out what hung. Each hang makes the next child do less (card, then driver, then
 probe), so this ends. What is left out is tried again, at growing intervals, by a child of its own: another
-hang then costs the running sampler nothing. At most one process per card is ever stuck.
+hang then costs the running sampler nothing. So
+is a lost card that the bus still shows. At most one process per card is ever stuck.
 """
 
 import asyncio
@@ -49,12 +50,14 @@ class Watched:
         child: The process.
         seen: What it was doing at the last look. Only what is seen twice can be overdue: after a pause of the
             whole machine every call looks late.
+        aside: The call beside its loop at the last look.
         planned: It was told to end.
         sweeps: What a trial read.
     """
 
     child: Child
     seen: Doing | None = None
+    aside: Doing | None = None
     planned: bool = False
     sweeps: list[Sweep] = field(default_factory=list)
 
@@ -70,7 +73,8 @@ class Isolation:
         deliver: Takes what the sampler read.
         report: Takes events.
         command: The sampler program.
-        restart_s: First wait before a sampler that ended is started again; doubles up to a minute.
+        restart_s: First wait before a sampler that ended is started again, after once at once; doubles up to
+            a minute.
         cursor: Says where the kernel log is to be read from; None = it is not read.
     """
 
@@ -287,7 +291,9 @@ class Isolation:
                 )
             )
         child.progress.close()
-        self._start_at = now + backoff(self._ends, self._restart_s, 60.0)
+        # what ran steadily is started again at once: the others' gap is this start and nothing else
+        wait_s = backoff(self._ends - 1, self._restart_s, 60.0) if self._ends else 0.0
+        self._start_at = now + wait_s
         self._ends += 1
 
     def _crash(self, call: Doing, number: int, now: float) -> None:
@@ -349,6 +355,9 @@ class Isolation:
     def _overdue(self, watched: Watched, now: float) -> tuple[Doing, str] | None:
         """The call or phase of a child that is past its deadline, seen so twice; and the phase around it."""
         progress = watched.child.progress
+        aside, watched.aside = watched.aside, progress.aside()
+        if aside is not None and aside == watched.aside and now - aside.since > self._limits.init_deadline_s:
+            return aside, ""
         phase = progress.phase()
         doing = progress.call()
         patience = self._limits.deadline_s
@@ -385,7 +394,11 @@ class Isolation:
         if self._trial is None:
             if self._episodes.released:
                 return
-            due = [hang for hang in self._episodes.due() if hang.what not in self._orphans]
+            due = [
+                hang
+                for hang in (*self._episodes.due(), *self._episodes.lost_due())
+                if hang.what not in self._orphans
+            ]
             if due:
                 self._try(due[0])
             return
@@ -400,7 +413,7 @@ class Isolation:
             self._abandon(hang.what, watched.child)
 
     def _try(self, hang: Hang) -> None:
-        """Touch what hung once, in a process of its own."""
+        """Touch what hung, or look for what is lost, once, in a process of its own."""
         others = [other for other in self._episodes.skips() if other.what != hang.what]
         probe = hang.what.removeprefix("probe ") if hang.what.startswith("probe ") else "gpu"
         sweeps: list[Sweep] = []
@@ -426,14 +439,17 @@ class Isolation:
 
     def _judge(self, hang: Hang, trial: Watched) -> None:
         """The trial ended: go on with what answers, leave the rest alone for longer."""
-        if trial.child.code != 0 or not _answers(hang.what, trial.sweeps):
+        # lost is an answer of what hung, but none of what is lost
+        enough = ("ok", "lost") if self._episodes.is_hung(hang.what) else ("ok",)
+        if trial.child.code != 0 or not _answers(hang.what, trial.sweeps, enough):
             self._episodes.postpone(hang.what)
             return
         event = self._episodes.end_hang(hang.what)
         if event is not None:
             self._report(event)
         if self._sampler is not None:
-            self._renew(self._sampler)  # it leaves out what answers again: a new one does not
+            # it leaves out what answers again, or has it for lost: a new one does not
+            self._renew(self._sampler)
 
 
 async def _end(child: Child, timeout_s: float) -> None:
@@ -449,12 +465,12 @@ def _whats(skips: Sequence[Hang]) -> set[str]:
     return {hang.what for hang in skips}
 
 
-def _answers(what: str, sweeps: Sequence[Sweep]) -> bool:
-    """Whether a trial's sweep shows that `what` no longer hangs; lost is an answer."""
+def _answers(what: str, sweeps: Sequence[Sweep], enough: Sequence[str]) -> bool:
+    """Whether a trial's sweep shows `what` in a state that is good enough."""
     if what == KERNEL_LOG:
         return True  # it came to its end
     if what.startswith("probe "):
         return bool(sweeps)
     if not what:
         return any(sweep.error != "hung" for sweep in sweeps)
-    return any(row[_PCI] == what and row[_STATE] in ("ok", "lost") for sweep in sweeps for row in sweep.rows)
+    return any(row[_PCI] == what and row[_STATE] in enough for sweep in sweeps for row in sweep.rows)

@@ -16,8 +16,8 @@ from typing import Protocol
 _RECORD = struct.Struct("<Qd32s64s")
 _CHECK = struct.Struct("<I")
 _SLOT = _RECORD.size + _CHECK.size + 1
-_CALL, _PHASE = 0, 128
-SIZE = 256
+_CALL, _PHASE, _ASIDE = 0, 128, 256
+SIZE = 384
 
 INIT_CALL = "nvmlInit"
 """Takes seconds per card where the driver was not kept loaded, so it has a deadline of its own."""
@@ -91,12 +91,31 @@ class SharedProgress:
         """Waiting for the next tick or for the pipe."""
         self._memory[_PHASE] = 0
 
+    def aside(self) -> "Aside":
+        """A word of its own for the one call that may go on beside the loop."""
+        return Aside(self)
+
     def _write(self, at: int, card: str, call: str) -> None:
         self._number += 1
         record = _RECORD.pack(self._number, time.monotonic(), _cut(card, 32), _cut(call, 64))
         self._memory[at] = 0
         self._memory[at + 1 : at + _SLOT] = record + _CHECK.pack(crc32(record))
         self._memory[at] = 1
+
+
+class Aside:
+    """What a thread beside the loop is in the middle of; for a driver's initialisation."""
+
+    def __init__(self, shared: SharedProgress) -> None:
+        self._shared = shared
+
+    def enter(self, card: str, call: str) -> None:
+        """About to call `call` for `card`."""
+        self._shared._write(_ASIDE, card, call)
+
+    def leave(self) -> None:
+        """The call returned."""
+        self._shared._memory[_ASIDE] = 0
 
 
 class ProgressView:
@@ -112,6 +131,10 @@ class ProgressView:
     def phase(self) -> Doing | None:
         """What the loop of the child is doing; None when it waits."""
         return self._read(_PHASE)
+
+    def aside(self) -> Doing | None:
+        """The call that goes on beside the loop; None when there is none."""
+        return self._read(_ASIDE)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -338,7 +338,9 @@ def main() -> None:
     progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
     if progress:
         progress.begin("open")
-    host = open_guarded(settings.host, progress, settings.skip, settings.only)
+    # one that runs once is there to wait for the driver
+    aside = progress.aside() if progress and not settings.once else None
+    host = open_guarded(settings.host, progress, settings.skip, settings.only, aside)
     sampler = Sampler(settings, host, progress, out, 0, cursor=note.decode() or FROM_BOOT)
     try:
         if settings.once:

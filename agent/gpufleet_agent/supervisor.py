@@ -39,6 +39,7 @@ from gpufleet_agent.pipe import Command, Inventory, KernelNews, Message
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.probes import PROBES, agent
 from gpufleet_agent.push import Push, PushSettings
+from gpufleet_agent.rejected import Rejected
 from gpufleet_agent.schedule import ClockWatch, Schedule
 from gpufleet_agent.spool import Spool
 
@@ -121,6 +122,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._failing: dict[str, float] = {}
         self._said: set[str] = set()
+        self._rejected = Rejected()
         self._inventory = Inventory(0, False, [])
         self._status = ""
         self._kernel_log = spool.get_meta(_KERNEL_LOG) or FROM_BOOT
@@ -381,9 +383,13 @@ class Supervisor:
         if metrics is None:
             return
         self._builder.add_sweep(metrics, sweep)
+        for event in self._rejected.see(metrics, sweep):
+            self.report(event)
         self._add_run(
             sweep.probe, sweep.ts_us, sweep.mono_us, sweep.seconds, sweep.error, len(sweep.rows), {}
         )
+        if sweep.probe == "pci":
+            self.episodes.see_bus(sweep)
         if sweep.probe == "gpu":
             for event in self.episodes.see_gpus(sweep):
                 self.report(event)

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -46,7 +46,7 @@ def explain(
         Ambiguous: It names several things.
     """
     kind, name = _split(subject)
-    scope = _scope(read, now, kind, name)
+    scope = _scope(read, now, kind, name, headers)
     known = {str(row["rule"]): row for row in rows(read, "SELECT * FROM rule ORDER BY rule")}
     wanted = [rule for rule in known if scope.rules is None or rule in scope.rules]
     where = documents.places(read, now, _nodes(read, now, scope))
@@ -72,6 +72,7 @@ def header(policy: Policy) -> dict[str, object]:
     """How a rule's verdicts become findings here, beyond its row in table rule."""
     return {
         "for_code": {code: f"{need.k} of {need.n}" for code, need in policy.code_needs.items()},
+        "also": list(policy.also),
         "min_duration_s": policy.min_duration.total_seconds(),
         "boot_grace_s": policy.boot_grace.total_seconds(),
         "max_severity": policy.max_severity,
@@ -92,11 +93,20 @@ def _split(subject: str) -> tuple[str, str]:
     raise NotFound(f"cannot explain {subject!r}\nwrite rule NAME, incident N, node NAME, or one id")
 
 
-def _scope(read: duckdb.DuckDBPyConnection, now: datetime, kind: str, name: str) -> Scope:
+def _scope(
+    read: duckdb.DuckDBPyConnection,
+    now: datetime,
+    kind: str,
+    name: str,
+    headers: Mapping[str, Mapping[str, object]],
+) -> Scope:
     """What the words mean; a single word is looked up as rule, incident, node and card."""
     found: list[Scope] = []
-    if kind in ("", "rule") and _exists(read, "SELECT 1 FROM rule WHERE rule = ?", name):
-        found.append(Scope(rules=frozenset((name,))))
+    if kind in ("", "rule"):
+        if _exists(read, "SELECT 1 FROM rule WHERE rule = ?", name):
+            found.append(Scope(rules=frozenset((name,))))
+        elif known := _known_as(name, headers):
+            found.append(Scope(rules=known))
     digits = name.upper().removeprefix("INC-")
     if kind in ("", "incident") and digits.isascii() and digits.isdigit() and len(digits) < 18:
         found.extend(_incident_scope(read, int(digits)))
@@ -116,6 +126,17 @@ def _scope(read: duckdb.DuckDBPyConnection, now: datetime, kind: str, name: str)
     if len(found) > 1:
         raise Ambiguous(f"{name!r} names more than one thing\nwrite rule, incident or node before it")
     return found[0]
+
+
+def _known_as(name: str, headers: Mapping[str, Mapping[str, object]]) -> frozenset[str]:
+    """Rules that go by another name too, e.g. by what their codes are called."""
+    return frozenset(
+        rule
+        for rule, header in headers.items()
+        if any(
+            isinstance(names, Collection) and name in names for names in (header["also"], header["for_code"])
+        )
+    )
 
 
 def _exists(read: duckdb.DuckDBPyConnection, sql: str, *parameters: object) -> bool:

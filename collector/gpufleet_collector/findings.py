@@ -30,6 +30,7 @@ class Policy:
     every_s: float
     need: Need
     code_needs: Mapping[str, Need]
+    also: tuple[str, ...]
     clear_after: timedelta
     min_duration: timedelta
     boot_grace: timedelta
@@ -57,6 +58,7 @@ class Policy:
             need=Need.parse(changed.for_ or header.for_),
             # a site that asks for less evidence means it for every code
             code_needs={} if changed.for_ else {code: Need.parse(n) for code, n in header.for_code.items()},
+            also=tuple(header.also),
             clear_after=timedelta(seconds=seconds(changed.clear_after or header.clear_after)),
             min_duration=timedelta(seconds=seconds(changed.min_duration or header.min_duration)),
             boot_grace=timedelta(seconds=seconds(changed.boot_grace or header.boot_grace)),

@@ -76,6 +76,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         every: How often it runs.
         for_: "k of n": distinct evidence that must be bad before it fires.
         for_code: The same for single codes that need less.
+        also: Names under which people look for it, besides its own and those of `for_code`.
         scope: What it judges: one of `SCOPES`.
         covers: What its finding explains besides itself (one cause, one incident): "", "card", "driver" (the
             same, and what says that cards are missing, once it is critical) or "node".
@@ -94,6 +95,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     every: str
     for_: str = msgspec.field(name="for")
     for_code: dict[str, str] = {}
+    also: list[str] = []
     scope: str = "gpu"
     covers: str = ""
     clear_after: str = "0s"

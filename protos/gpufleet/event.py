@@ -17,6 +17,7 @@ KINDS: dict[str, str] = {
     "driver_released": "The agent let go of the driver because it was asked to; detail: for_s.",
     "driver_resumed": "The agent took the driver back; code = asked or time_over.",
     "sampler_restarted": "The sampler child ended outside a driver call and was started again.",
+    "rejected": "Values that cannot be became NULL; code = probe.column; count = since it was last told.",
     "spool_drop": "The spool was full: samples or events were dropped; count says how many batches.",
     "spool_corrupt": "The spool file could not be read; it was kept aside and a new one begun.",
     "batch_parked": "A batch that can never be sent was put aside; detail: number, size.",

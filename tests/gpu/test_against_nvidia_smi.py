@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpufleet.metric import Cell, Null, Reason
+from gpufleet_agent.drivers import nvml_gpm
 from gpufleet_agent.drivers.nvml import NvmlHost
 
 NOTHING = (
@@ -73,6 +74,19 @@ def pstate(text: str) -> float:
     return float(text.removeprefix("P"))
 
 
+def power(names: str) -> str:
+    """Of the card itself: newer pages also have the power of its memory and of the module that it sits on."""
+    return "|".join(f"{part}/{name}" for name in names.split("|") for part in _POWER)
+
+
+_POWER = ("gpu_power_readings", "power_readings")
+
+
+def action(text: str) -> str:
+    """`Reset` and `Reboot` are short for what they are done to."""
+    return {"reset": "gpu_reset", "reboot": "node_reboot"}.get(words(text), words(text))
+
+
 def words(text: str) -> str:
     """`Exclusive_Process`, `Drain and Reset` -> our words."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower())
@@ -80,10 +94,12 @@ def words(text: str) -> str:
 
 GPU = (
     Said("util_pct", "utilization/gpu_util", quantity, absolute=100),
-    Said("sm_clock_mhz", "clocks/sm_clock", quantity, relative=0.5),
-    Said("power_w", "*/power_draw|*/average_power_draw|*/instant_power_draw", quantity, 0.5, 30),
-    Said("power_limit_w", "*/current_power_limit|*/enforced_power_limit", quantity, 0.001),
-    Said("mem_clock_mhz", "clocks/mem_clock", quantity, relative=0.1),
+    # nvidia-smi is a client like any other: an idle card may speed up for it
+    Said("sm_clock_mhz", "clocks/sm_clock", quantity, absolute=2500),
+    Said("power_w", power("average_power_draw|power_draw|instant_power_draw"), quantity, 0.5, 60),
+    Said("power_limit_w", power("current_power_limit|enforced_power_limit"), quantity, 0.001),
+    Said("mem_clock_mhz", "clocks/mem_clock", quantity, absolute=15000),
+    Said("fan_pct", "fan_speed", quantity, absolute=20),
     Said("mem_total_bytes", "fb_memory_usage/total", mebibytes, absolute=MIB),
     Said("mem_used_bytes", "fb_memory_usage/used", mebibytes, 0.02, 64 * MIB),
     Said("temperature_c", "temperature/gpu_temp", quantity, absolute=4),
@@ -101,7 +117,7 @@ GPU = (
     Said("hw_brake_s_total", "*/clocks_event_reasons_counters_hw_power_brake", microseconds, 0.001, 5),
 )
 HEALTH = (
-    Said("recovery_action", "gpu_recovery_action", words),
+    Said("recovery_action", "gpu_recovery_action", action),
     Said("ecc_enabled", "ecc_mode/current_ecc", switch),
     Said("ecc_pending", "ecc_mode/pending_ecc", switch),
     Said("ecc_sram_corrected_total", "ecc_errors/volatile/sram_correctable", quantity),
@@ -119,17 +135,21 @@ HEALTH = (
     Said("remap_banks_none", "remapped_rows/row_remapper_histogram/row_remapper_histogram_none", quantity),
     Said("pcie_replay_total", "pci/replay_counter", quantity, absolute=5),
     Said("pcie_replay_rollover_total", "pci/replay_rollover_counter", quantity, absolute=5),
-    Said("power_limit_requested_w", "*/requested_power_limit", quantity, 0.001),
-    Said("power_limit_default_w", "*/default_power_limit", quantity, 0.001),
-    Said("power_limit_min_w", "*/min_power_limit", quantity, 0.001),
-    Said("power_limit_max_w", "*/max_power_limit", quantity, 0.001),
+    Said("power_limit_requested_w", power("requested_power_limit|power_limit"), quantity, 0.001),
+    Said("power_limit_default_w", power("default_power_limit"), quantity, 0.001),
+    Said("power_limit_min_w", power("min_power_limit"), quantity, 0.001),
+    Said("power_limit_max_w", power("max_power_limit"), quantity, 0.001),
     Said("slowdown_temperature_c", "temperature/gpu_temp_slow_threshold", quantity),
     Said("shutdown_temperature_c", "temperature/gpu_temp_max_threshold", quantity),
     Said("slowdown_margin_c", "temperature/gpu_temp_slow_tlimit_threshold", quantity),
     Said("shutdown_margin_c", "temperature/gpu_temp_max_tlimit_threshold", quantity),
     Said("gpu_max_margin_c", "temperature/gpu_temp_max_gpu_tlimit_threshold", quantity),
     Said("mem_max_margin_c", "temperature/gpu_temp_max_mem_tlimit_threshold", quantity),
+    Said("sm_clock_app_mhz", "applications_clocks/graphics_clock", quantity),
+    Said("mem_clock_app_mhz", "applications_clocks/mem_clock", quantity),
     Said("fabric_state", "fabric/state", words),
+    Said("fabric_health", "fabric/health/summary", words),
+    Said("memory_unrepairable", "ecc_errors/unrepairable_memory", switch),
     Said("channel_repair_pending", "ecc_errors/channel_repair_pending", switch),
     Said("tpc_repair_pending", "ecc_errors/tpc_repair_pending", switch),
     Said("retired_pages_uncorrectable_total", "retired_pages/double_bit_retirement/retired_count", quantity),
@@ -162,10 +182,17 @@ def text_at(card: ElementTree.Element, paths: str) -> str | None:
     return None
 
 
+def shows(card: ElementTree.Element, paths: str) -> bool:
+    """Whether this page has such an element at all, be it N/A: which ones it has depends on nvidia-smi."""
+    return any(card.find(path) is not None for path in paths.split("|"))
+
+
 def differences(card: ElementTree.Element, row: Mapping[str, Cell], columns: tuple[Said, ...]) -> list[str]:
-    """Where the two do not agree, in words."""
+    """Where the two do not agree, in words; what this nvidia-smi does not show is not compared."""
     wrong: list[str] = []
     for said in columns:
+        if not shows(card, said.path):
+            continue
         text, cell = text_at(card, said.path), row[said.column]
         if text is None:
             if not isinstance(cell, Null):
@@ -204,9 +231,12 @@ def pci(card: ElementTree.Element) -> str:
 # ---- the comparison, without a card ----
 
 
-def agreeing() -> dict[str, Cell]:
-    """A row that says what the made page says."""
-    card = ElementTree.parse(PAGE).getroot().findall("gpu")[0]
+def pages() -> list[ElementTree.Element]:
+    return ElementTree.parse(PAGE).getroot().findall("gpu")
+
+
+def agreeing(card: ElementTree.Element) -> dict[str, Cell]:
+    """A row that says what the made page says of a card."""
     row: dict[str, Cell] = {}
     for said in (*GPU, *HEALTH):
         text = text_at(card, said.path)
@@ -215,7 +245,7 @@ def agreeing() -> dict[str, Cell]:
 
 
 def test_the_made_page_is_read_in_our_units() -> None:
-    row = agreeing()
+    row = agreeing(pages()[0])
     expected = {
         "util_pct": 100, "sm_clock_mhz": 1755, "power_w": 690.5, "power_limit_w": 700, "pstate": 0,
         "mem_total_bytes": 81559 * MIB, "temperature_c": 64, "temperature_margin_c": 23, "pcie_gen": 5,
@@ -227,30 +257,43 @@ def test_the_made_page_is_read_in_our_units() -> None:
     assert {name: row[name] for name in expected} == expected
 
 
+def test_an_older_card_is_read_in_our_units() -> None:
+    row = agreeing(pages()[2])
+    expected = {
+        "power_w": 33.51, "power_limit_w": 70, "slowdown_temperature_c": 93, "shutdown_temperature_c": 96,
+        "recovery_action": "gpu_reset", "retired_pages_uncorrectable_total": 1, "retired_pages_pending": True,
+        "sm_clock_app_mhz": Null(Reason.NOT_SUPPORTED), "pstate": 8,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+
+
 def test_a_row_that_agrees_has_no_differences_and_each_one_that_does_not_has_one() -> None:
-    card = ElementTree.parse(PAGE).getroot().findall("gpu")[0]
-    row = agreeing()
-    assert differences(card, row, GPU) == differences(card, row, HEALTH) == []
-    for said in (*GPU, *HEALTH):
-        cell = row[said.column]
-        # a value where there is none, nothing where there is one, and another value
-        others: list[Cell] = [1.0] if isinstance(cell, Null) else [Null(Reason.FAILED, "x")]
-        if isinstance(cell, bool):
-            others.append(not cell)
-        elif isinstance(cell, str):
-            others.append(cell + "x")
-        elif isinstance(cell, int | float):
-            others.append(cell * (1 + 4 * said.relative) + 2 * said.absolute + 1)
-        for other in others:
-            found = differences(card, row | {said.column: other}, (*GPU, *HEALTH))
-            assert len(found) == 1, said.column
-            assert found[0].startswith(f"{said.column}: ")
-    hidden = row | {"ecc_sram_threshold_exceeded": Null(Reason.NO_PERMISSION, "NVML 4")}
-    assert differences(card, hidden, HEALTH) == []  # nvidia-smi ran as root, we did not
+    compared: set[str] = set()
+    for card in pages():
+        row = agreeing(card)
+        assert differences(card, row, (*GPU, *HEALTH)) == []
+        for said in (one for one in (*GPU, *HEALTH) if shows(card, one.path)):
+            compared.add(said.column)
+            cell = row[said.column]
+            # a value where there is none, nothing where there is one, and another value
+            others: list[Cell] = [1.0] if isinstance(cell, Null) else [Null(Reason.FAILED, "x")]
+            if isinstance(cell, bool):
+                others.append(not cell)
+            elif isinstance(cell, str):
+                others.append(cell + "x")
+            elif isinstance(cell, int | float):
+                others.append(cell * (1 + 4 * said.relative) + 2 * said.absolute + 1)
+            for other in others:
+                found = differences(card, row | {said.column: other}, (*GPU, *HEALTH))
+                assert len(found) == 1, said.column
+                assert found[0].startswith(f"{said.column}: ")
+    assert compared == {said.column for said in (*GPU, *HEALTH)}  # no path leads nowhere
+    hidden = agreeing(pages()[0]) | {"ecc_sram_threshold_exceeded": Null(Reason.NO_PERMISSION, "NVML 4")}
+    assert differences(pages()[0], hidden, HEALTH) == []  # nvidia-smi ran as root, we did not
 
 
 def test_a_card_without_sensors_has_none_in_either(tmp_path: Path) -> None:
-    card = ElementTree.parse(PAGE).getroot().findall("gpu")[1]
+    card = pages()[1]
     nothing = {said.column: Null(Reason.NOT_SUPPORTED) for said in (*GPU, *HEALTH)}
     found = differences(card, nothing, (*GPU, *HEALTH))
     assert [one.partition(":")[0] for one in found] == ["temperature_c", "persistence_enabled"]
@@ -258,7 +301,7 @@ def test_a_card_without_sensors_has_none_in_either(tmp_path: Path) -> None:
 
 
 def test_who_the_card_is() -> None:
-    card = ElementTree.parse(PAGE).getroot().findall("gpu")[0]
+    card = pages()[0]
     same = {
         "uuid": "GPU-00000000-0000-4000-8000-000000000001", "model": "NVIDIA H100 80GB HBM3",
         "serial": "1650522000001", "part_number": "692-2G520-0200-000", "vbios": "96.00.89.00.01",
@@ -289,6 +332,20 @@ def test_what_we_read_is_what_nvidia_smi_says() -> None:
         )
         wrong += [f"{address} {one}" for one in found]
     assert wrong == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no nvidia-smi")
+def test_the_parts_of_a_card_are_read_between_two_sweeps_or_not_at_all() -> None:
+    host = NvmlHost()
+    for gpu in host.gpus():
+        before = [gpu.read("gpu")[name] for name in nvml_gpm.COLUMNS]
+        time.sleep(0.3)
+        after = [gpu.read("gpu")[name] for name in nvml_gpm.COLUMNS]
+        if any(isinstance(cell, Null) and cell.reason is Reason.NOT_SUPPORTED for cell in before):
+            continue
+        assert before == [Null(Reason.NOT_READ, "first")] * len(before)
+        assert all(isinstance(cell, float) and 0 <= cell <= 100 for cell in after), after
 
 
 @pytest.mark.gpu

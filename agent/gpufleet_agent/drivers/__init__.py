@@ -31,7 +31,7 @@ class Hung(DriverError):
 class DriverGone(DriverError):
     """Cards are on the bus but no driver answers for any.
 
-    Codes: `driver_not_loaded`, `no_library`, `driver_mismatch`, `no_permission`, `driver_failed`.
+    Codes: `driver_not_loaded`, `no_library`, `driver_mismatch`, `no_permission`, `driver_failed`, `starting`.
     """
 
 

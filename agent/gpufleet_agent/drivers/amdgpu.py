@@ -58,10 +58,11 @@ _ASLEEP = Null(Reason.NOT_READ, "suspended")
 _RING = ("util_pct", "sm_clock_mhz", "power_w")
 _NEVER = (
     "pstate", "power_cap_s_total", "sync_boost_s_total", "sw_thermal_s_total", "hw_thermal_s_total",
-    "hw_brake_s_total",
+    "hw_brake_s_total", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "mem_active_pct",
 )  # fmt: skip
+_UNREAD_GPU = ("pcie_tx_bytes_total", "pcie_rx_bytes_total", "fan_pct")  # there are files for these too
 _GPU = (
-    *(f"{name}{part}" for name in _RING for part in ("", "_min", "_p10")), *_NEVER,
+    *(f"{name}{part}" for name in _RING for part in ("", "_min", "_p10")), *_NEVER, *_UNREAD_GPU,
     "power_limit_w", "mem_util_pct", "mem_clock_mhz", "mem_used_bytes", "mem_total_bytes", "temperature_c",
     "temperature_margin_c", "mem_temperature_c", "clock_reasons", "energy_j_total", "pcie_gen",
     "pcie_gen_max", "pcie_width", "pcie_width_max",
@@ -235,6 +236,7 @@ class AmdGpu:
         files = self._files
         row: dict[str, Cell] = {
             **dict.fromkeys(_NEVER, _ABSENT),
+            **dict.fromkeys(_UNREAD_GPU, Null(Reason.NOT_READ)),
             **self._temperatures(),
             **self._pcie(),
             "power_limit_w": files.sensor("power1_cap", 1e6),

@@ -7,11 +7,13 @@ cards). The library may hang in any call, so every call is announced to `Progres
 
 import importlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gpufleet.event import Event
 from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import (
     DriverError,
@@ -28,6 +30,8 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.nvml_card import Card, Library
 from gpufleet_agent.drivers.nvml_errors import MISMATCH, UNINITIALIZED, UNKNOWN, FailedError, known
+from gpufleet_agent.drivers.nvml_gpm import COLUMNS as _ACTIVITY
+from gpufleet_agent.drivers.nvml_gpm import Activity
 from gpufleet_agent.drivers.nvml_values import (
     Field,
     Platform,
@@ -56,6 +60,8 @@ _FIELDS = (
     Field(269, "sw_thermal_s_total", seconds),
     Field(270, "hw_thermal_s_total", seconds),
     Field(271, "hw_brake_s_total", seconds),
+    Field(197, "pcie_tx_bytes_total"),
+    Field(198, "pcie_rx_bytes_total"),
 )
 _POWER = (Field(185, "average", watts), Field(186, "instant", watts))
 _VIOLATIONS = {"power_cap_s_total": 0, "sw_thermal_s_total": 1, "sync_boost_s_total": 2}
@@ -71,6 +77,12 @@ _MOST_CARDS = 1024
 _LOOK_S = 5.0
 _DAY_S = 86_400.0
 _MOST_BACKOFF_S = 60.0
+_FIRST_BACKOFF_S = 1.0
+_FALL_COUNTS_S = 600.0
+_INIT = "nvmlInit"
+_FIRST_WAIT_S = 1.0
+"""So long a sweep waits for an initialisation; one that takes longer goes on beside the sweeps."""
+
 _UNKNOWN_PSTATE = 32
 _LARGEST_PID = 1 << 22
 _ASLEEP = Null(Reason.NOT_READ, "suspended")
@@ -87,6 +99,7 @@ class NvmlGpu:
         self.pci = pci
         self.uuid = uuid
         self.card = Card(host, index, pci)
+        self.activity = Activity(self.card)
         self._host = host
         self._links = nvml_links.Links(self.card, host.clock)
         self._split: bool | None = None
@@ -233,6 +246,8 @@ class NvmlGpu:
             "pcie_width": number(ask("nvmlDeviceGetCurrPcieLinkWidth")),
             "pcie_width_max": number(ask("nvmlDeviceGetMaxPcieLinkWidth")),
         }
+        row["fan_pct"] = number(ask("nvmlDeviceGetFanSpeed"))
+        row.update(dict.fromkeys(_ACTIVITY, _SPLIT) if self._is_split() else self.activity.read())
         row.update(self._memory())
         row.update(self._slowed())
         if self._is_part_of_processor(row):
@@ -345,6 +360,28 @@ class NvmlGpu:
         return self._inforom
 
 
+class Start(threading.Thread):
+    """An initialisation of the library that may take its time: it wakes every card that is not kept awake.
+
+    Args:
+        library: Announces the call where nothing else is announced.
+    """
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(name="start of the driver", daemon=True)
+        self.trouble: FailedError | None = None
+        self._library = library
+        self.start()
+        self.join(_FIRST_WAIT_S)
+
+    def run(self) -> None:
+        """The one call."""
+        try:
+            self._library.call("", _INIT)
+        except FailedError as trouble:
+            self.trouble = trouble
+
+
 class NvmlHost(SysfsHost):
     """A host whose cards are asked through NVIDIA's library; the rest comes from /proc and /sys.
 
@@ -357,6 +394,8 @@ class NvmlHost(SysfsHost):
         library: The binding; None = pynvml.
         skip: Addresses of cards that must not be touched; they answer `Hung`.
         clock: Monotonic seconds.
+        aside: Where an initialisation is announced that goes on beside the sweeps when it takes long; the
+            cards are then `starting`. None = the first who asks for the cards waits for it.
     """
 
     def __init__(
@@ -366,6 +405,7 @@ class NvmlHost(SysfsHost):
         library: object | None = None,
         skip: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        aside: Progress | None = None,
     ) -> None:
         super().__init__(root)
         announced = progress or NoProgress()
@@ -373,6 +413,8 @@ class NvmlHost(SysfsHost):
         # imported here, so that a host without cards does not pay for it
         module = importlib.import_module("pynvml") if library is None else library
         self.library = Library(module, announced)
+        self._beside = None if aside is None else Library(module, aside)
+        self._start_up: Start | None = None
         self.skip = frozenset(skip)
         self.clock = clock
         self.epoch = 0
@@ -381,8 +423,12 @@ class NvmlHost(SysfsHost):
         self._gone = ""
         self._why = ""
         self._try_again = 0.0
-        self._backoff = 1.0
+        self._backoff = _FIRST_BACKOFF_S
         self._look_again = 0.0
+        self._lost_wait = _FIRST_BACKOFF_S
+        self._lost_again = 0.0
+        self._all_were_lost = False
+        self._fallen: dict[str, float] = {}
         self._loaded = ("", 0, 0)
         self._uuids: dict[str, str] = {}
         self._versions: dict[str, str] = {}
@@ -418,6 +464,20 @@ class NvmlHost(SysfsHost):
             return ()
         return [process for gpu in gpus for process in gpu.processes()]
 
+    def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
+        """Events of the kernel log after `cursor`. What it says of lost cards is remembered."""
+        events, cursor = super().kernel_log(cursor)
+        for event in events:
+            if event.kind == "gpu_lost" and event.entity.startswith("pci:"):
+                age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - event.mono_us / 1e6
+                self._fallen[event.entity.removeprefix("pci:")] = self.clock() - age_s
+        return events, cursor
+
+    def fell(self, pci: str) -> bool:
+        """Whether the kernel log said of late that the card fell off the bus."""
+        said = self._fallen.get(pci)
+        return said is not None and self.clock() - said < _FALL_COUNTS_S
+
     def versions(self) -> dict[str, str]:
         """`driver`, `cuda` and `nvml` by the library, read once per initialisation."""
         if not self._versions:
@@ -440,11 +500,7 @@ class NvmlHost(SysfsHost):
 
     def drop(self, trouble: FailedError) -> DriverGone:
         """Let go of the library, to initialise it anew after a while; the error to raise."""
-        if self._ready:
-            # what cannot be shut down is initialised once more all the same
-            with suppress(FailedError):
-                self.library.call("", "nvmlShutdown")
-        self._ready, self._gpus, self._versions = False, (), {}
+        self._close()
         self._gone = known(trouble.code).gone
         self._try_again = self.clock() + self._backoff
         self._backoff = min(_MOST_BACKOFF_S, self._backoff * 2)
@@ -454,6 +510,33 @@ class NvmlHost(SysfsHost):
             module, library = self.sysfs.driver_version() or "unknown", self._on_disk or "unknown"
             self._why = f"kernel module {module}, library {library}: reload the driver or reboot"
         return DriverGone(self._gone, self._why)
+
+    def _close(self) -> None:
+        if self._ready:
+            for gpu in self._gpus:
+                gpu.activity.close()
+            # what cannot be shut down is initialised once more all the same
+            with suppress(FailedError):
+                self.library.call("", "nvmlShutdown")
+        self._ready, self._gpus, self._versions = False, (), {}
+        self._fallen.clear()
+
+    def _give_up(self, now: float) -> bool:
+        """Whether no card answers any more, and it is time to see whether they do after another start.
+
+        That time comes after a second, then ever later: a card that was reset is another one to the library
+        only then. While one card answers it would pay for the others, so they are left to `isolation`.
+        """
+        if not self._gpus or not all(gpu.card.lost for gpu in self._gpus):
+            self._lost_wait, self._lost_again = _FIRST_BACKOFF_S, 0.0
+            return False
+        if not self._lost_again:
+            self._lost_again = now + self._lost_wait
+        if now < self._lost_again:
+            return False
+        self._lost_wait = min(_MOST_BACKOFF_S, self._lost_wait * 2)
+        self._lost_again = now + self._lost_wait
+        return True
 
     def _list(self) -> tuple[NvmlGpu, ...]:
         now = self.clock()
@@ -465,6 +548,10 @@ class NvmlHost(SysfsHost):
                 # the module was unloaded or another one loaded: every handle is void
                 self.drop(FailedError(UNINITIALIZED))
                 self._try_again = now
+        if self._ready and self._give_up(now):
+            self._all_were_lost = True
+            self._close()
+            self._try_again = now
         if not self._ready:
             if now >= self._try_again:
                 self._start(now)
@@ -476,10 +563,10 @@ class NvmlHost(SysfsHost):
         """Initialise the library and find the cards.
 
         Raises:
-            DriverGone: That cannot be done, and there are cards.
+            DriverGone: That cannot be done, and there are cards; or it is not done yet.
         """
         try:
-            self.library.call("", "nvmlInit")
+            self._initialise()
             self._ready = True
             gpus = self._enumerate()
         except FailedError as trouble:
@@ -489,11 +576,30 @@ class NvmlHost(SysfsHost):
             self._gone = ""
             self._try_again = now + _MOST_BACKOFF_S
             return
-        self._gpus, self._gone, self._backoff = gpus, "", 1.0
+        self._gpus, self._gone, self._backoff = gpus, "", _FIRST_BACKOFF_S
         self._loaded = self.sysfs.module()
         self._on_disk = self.sysfs.library_version()
         self._look_again = now + _LOOK_S
-        self.epoch += 1
+        # nothing counts anew as long as nothing answers
+        self.epoch += not (self._all_were_lost and all(gpu.card.lost for gpu in gpus))
+        self._all_were_lost = False
+
+    def _initialise(self) -> None:
+        """Initialise the library.
+
+        Raises:
+            FailedError: It answers with an error.
+            DriverGone: It has not answered yet.
+        """
+        if self._beside is None:
+            self.library.call("", _INIT)
+            return
+        start_up = self._start_up = self._start_up or Start(self._beside)
+        if start_up.is_alive():
+            raise DriverGone("starting", "NVIDIA's library is still being initialised")
+        self._start_up = None
+        if start_up.trouble is not None:
+            raise start_up.trouble
 
     def _cards_on_bus(self) -> bool:
         try:
@@ -593,7 +699,8 @@ _NUMBERS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
 _GPU = (
     *_RING, *(f"{name}_{end}" for name in _RING for end in ("min", "p10")), "power_limit_w", "mem_util_pct",
     "mem_clock_mhz", "mem_used_bytes", "mem_total_bytes", "temperature_c", "temperature_margin_c", "pstate",
-    "clock_reasons", "energy_j_total", *_PCIE, *(field.name for field in _FIELDS if field.id != 75),
+    "clock_reasons", "energy_j_total", "fan_pct", *_ACTIVITY, *_PCIE,
+    *(field.name for field in _FIELDS if field.id != 75),
 )  # fmt: skip
 _GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": nvml_health.COLUMNS}
 

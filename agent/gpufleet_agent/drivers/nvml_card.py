@@ -87,6 +87,20 @@ class Card:
         self._absent: dict[str, tuple[Null, float]] = {}
         self._denied: set[str] = set()
 
+    @property
+    def library(self) -> Library:
+        """For what is asked without a handle."""
+        return self._host.library
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
+        return self._host.clock()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost when it was asked last."""
+        return self._trouble is not None and self._is_lost(self._trouble)
+
     def attach(self, handle: object) -> None:
         """Use this handle from now on."""
         self._handle, self._trouble, self._unknowns = handle, None, 0
@@ -225,7 +239,7 @@ class Card:
             raise self._host.drop(trouble) from trouble
         if is_remembered(trouble.code):
             self._absent[key] = (null(trouble), self._host.clock() + _REMEMBER_S)
-        elif trouble.code == IS_LOST or (trouble.code == UNKNOWN and not self._host.sysfs.answers(self.pci)):
+        elif trouble.code == IS_LOST or (trouble.code == UNKNOWN and self._is_seen_to_be_gone()):
             self.detach(trouble)
         elif found.means is Means.SUSPECT:
             # one sensor may say "unknown" on a sound card; a card that fell gives no handle either
@@ -261,14 +275,18 @@ class Card:
             self.detach(trouble)
 
     def _is_lost(self, trouble: FailedError) -> bool:
-        """Whether a failed handle means a lost card; "unknown" does when repeated, or when the bus agrees."""
+        """Whether a failed handle means a lost card; "unknown" does when repeated, or when others agree."""
         if trouble.code == UNKNOWN:
-            return self._unknowns > 1 or not self._host.sysfs.answers(self.pci)
+            return self._unknowns > 1 or self._is_seen_to_be_gone()
         return bool(known(trouble.code).lost)
+
+    def _is_seen_to_be_gone(self) -> bool:
+        """What the bus and the kernel log say, which do not ask the library."""
+        return not self._host.sysfs.answers(self.pci) or self._host.fell(self.pci)
 
     def _lost(self, trouble: FailedError) -> Lost:
         code = known(trouble.code).lost
-        if trouble.code == UNKNOWN and not self._host.sysfs.answers(self.pci):
+        if trouble.code == UNKNOWN and self._is_seen_to_be_gone():
             code = "fallen_off_bus"
         return Lost(code, f"{self.pci or 'a card'} does not answer: {trouble}")
 

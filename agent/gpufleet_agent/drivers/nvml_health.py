@@ -25,6 +25,7 @@ from gpufleet_agent.drivers.nvml_values import (
 _ABSENT = Null(Reason.NOT_SUPPORTED)
 _AMPERE, _ADA = 7, 8
 _DRAM, _SRAM = 2, 7
+_GRAPHICS, _MEMORY = 0, 2
 _COUNTS = {
     "corrected_total": (0, 0),
     "uncorrectable_total": (1, 0),
@@ -106,7 +107,8 @@ _BANKS = {name: f"remap_banks_{name}" for name in ("max", "high", "partial", "lo
 _RETIRED = ("retired_pages_corrected_total", "retired_pages_uncorrectable_total")
 _REPAIRS = ("channel_repair_pending", "tpc_repair_pending")
 _REST = (
-    "memory_unrepairable", "persistence_enabled", "mig_enabled", "mig_pending", "compute_mode", "processes",
+    "sm_clock_app_mhz", "mem_clock_app_mhz", "memory_unrepairable",
+    "persistence_enabled", "mig_enabled", "mig_pending", "compute_mode", "processes",
     "fabric_state", "fabric_status", "fabric_health", "fabric_health_bits",
 )  # fmt: skip
 
@@ -135,6 +137,8 @@ def read_health(card: Card, architecture: int) -> dict[str, Cell]:
     row |= _errors(card, row)
     row |= _repairs(card, row)
     row |= _limits(card, row)
+    row["sm_clock_app_mhz"] = number(card.ask("nvmlDeviceGetApplicationsClock", _GRAPHICS))
+    row["mem_clock_app_mhz"] = number(card.ask("nvmlDeviceGetApplicationsClock", _MEMORY))
     row |= _thresholds(card, architecture)
     row["recovery_action"] = _recovery(card, row["recovery_action"])
     _fill(row, "pcie_replay_total", lambda: number(card.ask("nvmlDeviceGetPcieReplayCounter")))

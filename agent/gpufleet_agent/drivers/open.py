@@ -42,6 +42,7 @@ def open_host(
     progress: Progress | None = None,
     simulated: Simulated | None = None,
     skip: Collection[str] = (),
+    aside: Progress | None = None,
 ) -> Host:
     """The host as `driver` sees it.
 
@@ -52,6 +53,7 @@ def open_host(
         progress: Where calls that may hang are announced.
         simulated: For "simulated" only.
         skip: Addresses of cards that must not be touched.
+        aside: Where an initialisation is announced that may go on beside everything else; None = it may not.
 
     Raises:
         ConfigError: The scenario cannot be used, or has no such node.
@@ -68,7 +70,7 @@ def open_host(
         # here, because it loads the binding's megabytes
         from gpufleet_agent.drivers.nvml import NvmlHost
 
-        hosts.append(NvmlHost(root, progress, skip=skip))
+        hosts.append(NvmlHost(root, progress, skip=skip, aside=aside))
     if driver == "amdgpu" or (driver == "auto" and amdgpu.on_host(root)):
         hosts.append(amdgpu.AmdHost(root, progress, skip=skip))
     if not hosts:

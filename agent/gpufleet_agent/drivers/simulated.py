@@ -53,9 +53,12 @@ _UNIFIED = Null(Reason.NOT_SUPPORTED, "unified_memory")
 _PCIE = ("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")
 _NOT_UNIFIED = ("mem_used_bytes", "mem_total_bytes", *_PCIE)
 _NOT_IN_GUESTS = (
+    "fan_pct", "pcie_tx_bytes_total", "pcie_rx_bytes_total",
     "power_limit_w", "temperature_c", "temperature_margin_c", "mem_temperature_c", "energy_j_total", *_PCIE,
     "power_cap_s_total", "sync_boost_s_total", "sw_thermal_s_total", "hw_thermal_s_total", "hw_brake_s_total",
 )  # fmt: skip
+_GPM = ("sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "mem_active_pct")
+_COUNTS_PCIE = ("Ampere", "Ada", "Hopper", "Blackwell")
 _USED = {"train": 0.86, "inference": 0.71, "idle": 0.006}
 
 
@@ -213,10 +216,28 @@ class SimulatedGpu:
             "pcie_width": phase.width,
             "pcie_width_max": 16,
         }
+        row |= self._newer(phase, totals.energy_j)
         if model.guest:
             row |= dict.fromkeys(_NOT_IN_GUESTS, _ABSENT)
         if not model.own_memory:
             row |= dict.fromkeys(_NOT_UNIFIED, _UNIFIED)
+        return row
+
+    def _newer(self, phase: CardPhase, energy_j: float) -> dict[str, Cell]:
+        """What newer cards alone tell, and cards with a fan."""
+        model = self._host.model
+        new = model.arch in ("Hopper", "Blackwell") and model.own_memory and not model.guest
+        shares = (0.88, 0.41, 0.46, 0.53) if phase.kind == "train" else (0.6, 0.22, 0.12, 0.4)
+        row: dict[str, Cell] = {
+            name: _SPLIT if phase.mig else round(share * phase.util, 3) if new else _ABSENT
+            for name, share in zip(_GPM, shares, strict=True)
+        }
+        counts = model.arch in _COUNTS_PCIE and model.own_memory
+        # work moves bytes about as it uses energy
+        row["pcie_tx_bytes_total"] = int(energy_j * 1.1e6) if counts else _ABSENT
+        row["pcie_rx_bytes_total"] = int(energy_j * 2.7e6) if counts else _ABSENT
+        fan = model.pci_class == "0300" and model.own_memory
+        row["fan_pct"] = float(30 + round(0.45 * phase.util)) if fan else _ABSENT
         return row
 
 

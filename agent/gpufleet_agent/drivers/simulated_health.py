@@ -47,6 +47,8 @@ def health(model: Model, phase: CardPhase, t: float, driver: str, library: str) 
 
 def _limits(model: Model, phase: CardPhase) -> dict[str, Cell]:
     limits: dict[str, Cell] = {
+        "sm_clock_app_mhz": float(model.sm_clock_max_mhz) if model.has_serial else _ABSENT,
+        "mem_clock_app_mhz": float(model.mem_clock_max_mhz) if model.has_serial else _ABSENT,
         "power_limit_requested_w": phase.limit_w,
         "power_limit_default_w": model.power_limit_w,
         "power_limit_min_w": float(round(model.power_limit_w / 3.5)),

@@ -49,6 +49,13 @@ METRICS = (
     Metric("pcie_gen_max", _U, Unit.ONE, _ST, "PCIe generation that card and slot can do (nvidia-smi: pcie.link.gen.max).", 1, 8, "last"),
     Metric("pcie_width", _U, Unit.ONE, _ST, "PCIe lanes now (nvidia-smi: pcie.link.width.current).", 1, 32, "min"),
     Metric("pcie_width_max", _U, Unit.ONE, _ST, "PCIe lanes that card and slot can do (nvidia-smi: pcie.link.width.max).", 1, 32, "last"),
+    Metric("pcie_tx_bytes_total", _U, Unit.BYTE, _C, "Bytes that the card sent over PCIe; newer cards and drivers, and it may wrap.", rollup="delta"),
+    Metric("pcie_rx_bytes_total", _U, Unit.BYTE, _C, "Bytes that the card received over PCIe; newer cards and drivers, and it may wrap.", rollup="delta"),
+    Metric("sm_active_pct", _F, Unit.PERCENT, _G, "Processors of the card that had work, mean since the last row; Hopper and newer (dcgmi dmon: SMACT).", 0, 100, "mean"),
+    Metric("sm_occupancy_pct", _F, Unit.PERCENT, _G, "How full of threads the processors were, mean since the last row; Hopper and newer (dcgmi dmon: SMOCC).", 0, 100, "mean"),
+    Metric("tensor_active_pct", _F, Unit.PERCENT, _G, "Time the tensor cores worked, mean since the last row; Hopper and newer (dcgmi dmon: TENSO).", 0, 100, "mean"),
+    Metric("mem_active_pct", _F, Unit.PERCENT, _G, "Memory bandwidth in use, mean since the last row; Hopper and newer (dcgmi dmon: DRAMA).", 0, 100, "mean"),
+    Metric("fan_pct", _F, Unit.PERCENT, _G, "Fan speed that is asked for; NULL on cards that the host cools (nvidia-smi: fan.speed).", 0, 200, "max"),
     Metric("driver_epoch", _U, Unit.COUNT, _ST, "Counts the driver's initialisations; cumulative counters start anew with it.", 0, 2**31, "last"),
 )  # fmt: skip
 

@@ -83,6 +83,8 @@ METRICS = (
     Metric("pcie_nonfatal_total", _U, Unit.COUNT, _C, "Uncorrectable PCIe errors that the link survived.", rollup="delta"),
     Metric("pcie_fatal_total", _U, Unit.COUNT, _C, "Fatal PCIe errors.", rollup="delta"),
     Metric("pcie_unsupported_total", _U, Unit.COUNT, _C, "PCIe requests that the card does not support.", rollup="delta"),
+    Metric("sm_clock_app_mhz", _F, Unit.MHZ, _ST, "SM clock that people set for applications; newest drivers no longer tell (nvidia-smi: clocks.applications.graphics).", 0, 5000, "last"),
+    Metric("mem_clock_app_mhz", _F, Unit.MHZ, _ST, "Memory clock that people set for applications; newest drivers no longer tell (nvidia-smi: clocks.applications.memory).", 0, 20000, "last"),
     Metric("power_limit_requested_w", _F, Unit.WATT, _ST, "Limit that was set; the enforced one may be lower (nvidia-smi: power.limit).", 0, 3000, "last"),
     Metric("power_limit_default_w", _F, Unit.WATT, _ST, "Limit as delivered (nvidia-smi: power.default_limit).", 0, 3000, "last"),
     Metric("power_limit_min_w", _F, Unit.WATT, _ST, "Lowest limit that can be set (nvidia-smi: power.min_limit).", 0, 3000, "last"),

@@ -120,6 +120,7 @@ def test_rx7900_without_the_graphics_of_the_processor(tree: Tree, rows: Rows) ->
 def test_what_amd_has_no_word_for_is_not_supported(tree: Tree, sweep: Callable[[Host], Sweep]) -> None:
     found = sweep(AmdHost(tree("amd-mi210")))
     empty = [metric.name for metric, cell in zip(gpu.METRICS, found.rows[0], strict=True) if cell is None]
+    unread = ["pcie_tx_bytes_total", "pcie_rx_bytes_total"]
     assert empty == [
         "pstate",
         "power_cap_s_total",
@@ -128,8 +129,16 @@ def test_what_amd_has_no_word_for_is_not_supported(tree: Tree, sweep: Callable[[
         "hw_thermal_s_total",
         "hw_brake_s_total",
         "energy_j_total",
+        *unread,
+        "sm_active_pct",
+        "sm_occupancy_pct",
+        "tensor_active_pct",
+        "mem_active_pct",
+        "fan_pct",
     ]
-    assert found.reasons[0] == bytes([Reason.NOT_SUPPORTED] * len(empty))
+    reasons = dict(zip(empty, found.reasons[0], strict=True))
+    assert {name for name, reason in reasons.items() if reason == Reason.NOT_READ} == {*unread, "fan_pct"}
+    assert set(reasons.values()) == {Reason.NOT_READ, Reason.NOT_SUPPORTED}
 
 
 def test_every_metric_of_probe_gpu_gets_a_cell_with_a_reason(tree: Tree) -> None:

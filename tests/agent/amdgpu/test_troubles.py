@@ -362,7 +362,12 @@ def test_no_file_of_the_driver_may_be_opened(tree: Tree, monkeypatch: pytest.Mon
         "sw_thermal_s_total",
         "hw_thermal_s_total",
         "hw_brake_s_total",
+        "sm_active_pct",
+        "sm_occupancy_pct",
+        "tensor_active_pct",
+        "mem_active_pct",
     )
+    assert read.pop("fan_pct") == Null(Reason.NOT_READ)
     assert {read.pop(name) for name in unspoken} == {Null(Reason.NOT_SUPPORTED)}
     assert {cell.reason for cell in read.values() if isinstance(cell, Null)} <= {
         Reason.NO_PERMISSION,

@@ -1,11 +1,14 @@
 """NVML's errors and oddities, played by a module that stands in for pynvml."""
 
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
@@ -16,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpufleet.config import ConfigError
+from gpufleet.event import Event
 from gpufleet.metric import Null, Reason
 from gpufleet_agent.drivers import DriverError, DriverGone, Gpu, Hung, Lost, nvidia_cards
 from gpufleet_agent.drivers import nvml as nvml_module
@@ -122,6 +126,10 @@ def test_a_whole_row_in_our_units(host: NvmlHost) -> None:
         "hw_thermal_s_total": 2.0,
         "hw_brake_s_total": 2.0,
         "energy_j_total": 5000.5,
+        "pcie_tx_bytes_total": 2_000_000_000,
+        "pcie_rx_bytes_total": 2_000_000_000,
+        **dict.fromkeys(("sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "mem_active_pct")),
+        "fan_pct": 30.0,
         "pcie_gen": 5,
         "pcie_gen_max": 5,
         "pcie_width": 16,
@@ -247,12 +255,12 @@ def test_blanks_of_the_driver_are_no_values(host: NvmlHost, nvml: Nvml, blank: i
         "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTotalEnergyConsumption",
         "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetCurrPcieLinkWidth",
         "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetMarginTemperature",
-        "nvmlDeviceGetPerformanceState",
+        "nvmlDeviceGetPerformanceState", "nvmlDeviceGetFanSpeed",
     )  # fmt: skip
     nvml.says = dict.fromkeys(numbers, blank)
     nvml.says["nvmlDeviceGetMemoryInfo_v2"] = SimpleNamespace(total=blank, used=blank)
     nvml.says["nvmlDeviceGetUtilizationRates"] = SimpleNamespace(gpu=blank, memory=blank)
-    nvml.fields = {number: nvml.field(number, blank) for number in (74, 75, 76, 82, 269, 270, 271)}
+    nvml.fields = {number: nvml.field(number, blank) for number in (74, 75, 76, 82, 197, 198, 269, 270, 271)}
     row = sweep(host)[0]
     known = {
         "gpu_uuid",
@@ -397,6 +405,152 @@ def test_a_lost_card_that_nobody_can_name_is_still_a_row(
     nvml.fail["nvmlDeviceGetHandleByIndex", 1] = 15
     rows = sweep(NvmlHost(tree.root, None, nvml, clock=clock))
     assert [(row["state"], row["gpu_uuid"]) for row in rows] == [("ok", uuid(0)), ("lost", None)]
+
+
+def fell(slot: int, age_s: float = 1.0) -> Event:
+    mono_us = int((time.clock_gettime(time.CLOCK_BOOTTIME) - age_s) * 1e6)
+    return Event("gpu_lost", f"pci:{address(slot)}", 0, mono_us, "off_bus", "GPU has fallen off the bus.")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "says", "wanted"),
+    [
+        (1.0, 999, "lost"),  # the bus still shows it, but the kernel says that it fell: no second try
+        (3600.0, 999, "ok"),  # it fell an hour ago and was brought back since
+        (1.0, 2, "ok"),  # an error that says nothing of the kind
+    ],
+)
+def test_an_unknown_error_is_loss_at_once_when_the_kernel_log_agrees(
+    host: NvmlHost, nvml: Nvml, monkeypatch: pytest.MonkeyPatch, age_s: float, says: int, wanted: str
+) -> None:
+    assert states(host) == ["ok"] * 4
+    monkeypatch.setattr(host.log, "read", lambda cursor: ([fell(1, age_s)], cursor + "x"))
+    assert host.kernel_log("")[1] == "x"
+    nvml.fail = {("nvmlDeviceGetUtilizationRates", 1): says}  # the handle itself is still given out
+    assert states(host) == ["ok", wanted, "ok", "ok"]
+    if wanted == "lost":
+        with pytest.raises(Lost) as lost:
+            host.gpus()[1].read("gpu")
+        assert lost.value.code == "fallen_off_bus"
+
+
+def test_a_driver_whose_cards_are_all_lost_is_initialised_anew_ever_more_rarely(
+    host: NvmlHost, nvml: Nvml, clock: Clock
+) -> None:
+    assert states(host) == ["ok"] * 4
+    for name in (
+        "nvmlDeviceGetHandleByPciBusId",
+        "nvmlDeviceGetHandleByIndex",
+        "nvmlDeviceGetUtilizationRates",
+    ):
+        nvml.fail[name] = 15
+    times: list[float] = []
+    for _ in range(300):
+        seen = nvml.calls["nvmlInit"]
+        assert states(host) == ["lost"] * 4
+        if nvml.calls["nvmlInit"] > seen:
+            times.append(clock.t)
+        clock.t += 1.0
+    gaps = [after - before for before, after in pairwise(times)]
+    assert gaps[:6] == [2, 4, 8, 16, 32, 60]
+    assert set(gaps[6:]) <= {60}
+    assert nvml.calls["nvmlShutdown"] == nvml.calls["nvmlInit"] - 1
+    assert host.epoch == 1  # nothing counts anew as long as nothing answers
+    nvml.fail.clear()
+    clock.t += 61
+    assert states(host) == ["ok"] * 4
+    assert host.epoch == 2
+    nvml.fail["nvmlDeviceGetUtilizationRates"] = nvml.fail["nvmlDeviceGetHandleByPciBusId"] = 15
+    seen = nvml.calls["nvmlInit"]
+    assert states(host) == ["lost"] * 4
+    clock.t += 2
+    states(host)
+    assert nvml.calls["nvmlInit"] == seen + 1  # the wait began anew
+
+
+def test_a_driver_with_one_lost_card_is_left_as_it_is(host: NvmlHost, nvml: Nvml, clock: Clock) -> None:
+    states(host)
+    nvml.fail["nvmlDeviceGetUtilizationRates", 1] = nvml.fail["nvmlDeviceGetHandleByPciBusId", 1] = 15
+    for _ in range(100):
+        assert states(host) == ["ok", "lost", "ok", "ok"]
+        clock.t += 5.0
+    assert (nvml.calls["nvmlInit"], host.epoch) == (1, 1)
+
+
+def test_all_cards_lost_and_a_driver_that_cannot_be_initialised(
+    host: NvmlHost, nvml: Nvml, clock: Clock
+) -> None:
+    states(host)
+    nvml.fail["nvmlDeviceGetUtilizationRates"] = nvml.fail["nvmlDeviceGetHandleByPciBusId"] = 15
+    assert states(host) == ["lost"] * 4
+    nvml.fail["nvmlInit"] = 999
+    clock.t += 3.0
+    with suppress(DriverGone):
+        host.gpus()
+    clock.t += 2.0
+    with pytest.raises(DriverGone):
+        host.gpus()
+    nvml.fail.clear()
+    clock.t += 61.0
+    assert states(host) == ["ok"] * 4
+    assert host.epoch == 2
+
+
+class SlowStart:
+    """A library whose initialisation ends when it is let."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+        self.go = threading.Event()
+        nvml.says["nvmlInit"] = lambda: self.go.wait(30)
+
+
+def test_a_slow_start_goes_on_beside_the_sweeps(
+    tree: Tree, nvml: Nvml, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml_module, "_FIRST_WAIT_S", 0.05)
+    slow, watch, aside = SlowStart(nvml), Watch(), Watch()
+    host = NvmlHost(tree.root, watch, nvml, clock=clock, aside=aside)
+    for _ in range(3):
+        with pytest.raises(DriverGone) as gone:
+            host.gpus()
+        assert gone.value.code == "starting"
+        assert run_probe("gpu", gpu_probe, host, pytest.fail).error == "starting"
+        assert len(list(host.pci_devices())) == 4
+        assert host.processes() == ()
+        assert "NVIDIA" in host.node().attributes["driver"]
+    assert (aside.calls, aside.depth) == ([("", "nvmlInit")], 1)
+    assert ("", "nvmlInit") not in watch.calls
+    slow.go.set()
+    deadline = time.monotonic() + 20
+    while aside.depth and time.monotonic() < deadline:
+        time.sleep(0.01)
+    end_of_start(host)
+    assert states(host) == ["ok"] * 4
+    assert (host.epoch, nvml.calls["nvmlInit"], aside.depth) == (1, 1, 0)
+
+
+def end_of_start(host: NvmlHost) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with suppress(DriverGone):
+            host.gpus()
+            return
+        time.sleep(0.01)
+    pytest.fail("it is still starting")
+
+
+def test_a_start_that_fails_beside_the_sweeps_is_tried_again_like_any(
+    tree: Tree, nvml: Nvml, clock: Clock
+) -> None:
+    host = NvmlHost(tree.root, None, nvml, clock=clock, aside=Watch())
+    nvml.fail["nvmlInit"] = 9
+    with pytest.raises(DriverGone) as gone:
+        host.gpus()
+    assert gone.value.code == "driver_not_loaded"
+    nvml.fail.clear()
+    clock.t += 1.5
+    assert states(host) == ["ok"] * 4  # a quick one is waited for
 
 
 def test_a_card_that_may_not_be_asked_is_not_lost(host: NvmlHost, nvml: Nvml) -> None:
@@ -913,7 +1067,7 @@ def test_A12_a_guest_with_few_sensors_is_a_card_like_any_other(host: NvmlHost, n
     for name in (
         "Temperature", "TemperatureV", "MarginTemperature", "PowerUsage", "EnforcedPowerLimit", "EccMode",
         "TotalEnergyConsumption", "CurrPcieLinkGeneration", "MaxPcieLinkGeneration", "CurrPcieLinkWidth",
-        "MaxPcieLinkWidth", "FieldValues", "ViolationStatus", "PowerManagementDefaultLimit",
+        "MaxPcieLinkWidth", "FieldValues", "ViolationStatus", "PowerManagementDefaultLimit", "FanSpeed",
     ):  # fmt: skip
         nvml.fail[f"nvmlDeviceGet{name}"] = 3
     row = sweep(host)[0]

@@ -43,12 +43,16 @@ struct sram { uint32_t version; uint64_t counts[11]; uint32_t exceeded; };
 struct fabric_v2 { uint32_t version; unsigned char uuid[16]; uint32_t status, clique; unsigned char state; uint32_t mask; };
 struct fabric_v3 { uint32_t version; unsigned char uuid[16]; uint32_t status, clique; unsigned char state; uint32_t mask; unsigned char summary; };
 struct process { uint32_t pid; uint64_t used; uint32_t instance, compute; };
+struct gpm_support { uint32_t version, supported; };
+struct gpm_metric { uint32_t id, ret; double value; const char *names[3]; };
+struct gpm_between { uint32_t version, size; const long *before, *newest; struct gpm_metric metrics[]; };
 struct pdi { uint32_t version; uint64_t value; };
 struct repair { uint32_t version, channel, tpc; };
 struct unrepairable { uint32_t version, flag; };
 struct platform { uint32_t version; unsigned char guid[16], chassis[16], slot, tray, host, peer, module; };
 
 _Static_assert(sizeof(struct field_value) == 40, "field value");
+_Static_assert(sizeof(struct gpm_metric) == 40, "gpm metric");
 _Static_assert(sizeof(struct pci_info) == 68, "pci info");
 _Static_assert(sizeof(struct memory_v2) == 40, "memory v2");
 _Static_assert(sizeof(struct sram) == 104, "sram status");
@@ -311,6 +315,8 @@ EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *card, unsigned link, struct
 
 /* ---- how it is */
 
+NUMBER(nvmlDeviceGetFanSpeed, unsigned, 30)
+NUMBER_OF(nvmlDeviceGetApplicationsClock, unsigned, 1980)
 PAIR(nvmlDeviceGetEccMode, 1, 1)
 PAIR(nvmlDeviceGetMigMode, 0, 0)
 NUMBER(nvmlDeviceGetPersistenceMode, unsigned, 1)
@@ -403,6 +409,37 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v2(void *card, unsigned *size, s
 }
 
 #ifndef OLD_DRIVER
+
+/* a sample is a number that grows by ten with each one that is taken */
+EXPORT int nvmlGpmQueryDeviceSupport(void *card, struct gpm_support *out) {
+    int ret = begin("nvmlGpmQueryDeviceSupport", card);
+    if (ret) return ret;
+    if (out->version != 1) return 25;
+    out->supported = (uint32_t)number("nvmlGpmQueryDeviceSupport", card, 0, 1);
+    return 0;
+}
+EXPORT int nvmlGpmSampleAlloc(long **out) {
+    int ret = begin("nvmlGpmSampleAlloc", NULL);
+    if (!ret && !(*out = calloc(1, sizeof **out))) ret = 20;
+    return ret;
+}
+EXPORT int nvmlGpmSampleFree(long *sample) { free(sample); return begin("nvmlGpmSampleFree", NULL); }
+EXPORT int nvmlGpmSampleGet(void *card, long *sample) {
+    static long taken;
+    int ret = begin("nvmlGpmSampleGet", card);
+    if (!ret) *sample = taken += 10;
+    return ret;
+}
+EXPORT int nvmlGpmMetricsGet(struct gpm_between *out) {
+    int ret = begin("nvmlGpmMetricsGet", NULL);
+    if (ret) return ret;
+    if (out->version != 1) return 25;
+    for (uint32_t i = 0; i < out->size; i++) {
+        out->metrics[i].value = (double)(*out->newest - *out->before) + out->metrics[i].id;
+        out->metrics[i].ret = out->metrics[i].id == 5 ? 3 : 0;
+    }
+    return 0;
+}
 
 NUMBER(nvmlDeviceGetCurrentClocksEventReasons, uint64_t, 4)
 EXPORT int nvmlDeviceGetTemperatureV(void *card, struct temperature *out) {

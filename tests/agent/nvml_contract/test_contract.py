@@ -8,6 +8,8 @@ import ctypes
 import inspect
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 
 from gpufleet_agent.drivers import nvml as nvml_module
 from gpufleet_agent.drivers.nvml_errors import CODES
+from gpufleet_agent.drivers.nvml_gpm import Between
+from gpufleet_agent.drivers.nvml_gpm import Metric as GpmMetric
 from gpufleet_agent.drivers.nvml_values import FabricV2, FabricV3, Platform, SramStatus
 
 Row = dict[str, object]
@@ -57,7 +61,7 @@ def states(reader: Reader) -> list[object]:
 def used() -> set[str]:
     """The binding's functions that the driver names."""
     folder = Path(nvml_module.__file__).parent
-    names = ("nvml.py", "nvml_card.py", "nvml_health.py", "nvml_links.py")
+    names = ("nvml.py", "nvml_card.py", "nvml_gpm.py", "nvml_health.py", "nvml_links.py")
     texts = [folder.joinpath(name).read_text() for name in names]
     return set(re.findall(r'"(nvml[A-Z]\w+)"', "".join(texts)))
 
@@ -72,10 +76,18 @@ def symbols(function: str) -> set[str]:
 
 
 def test_the_fake_has_every_function_that_the_driver_uses(libraries: dict[str, Path]) -> None:
-    library = ctypes.CDLL(str(libraries["new"] / "libnvidia-ml.so.1"))
-    needed = {symbol for function in used() for symbol in symbols(function)}
+    needed = sorted({symbol for function in used() for symbol in symbols(function)})
     assert len(needed) > 50
-    assert {symbol for symbol in needed if not hasattr(library, symbol)} == set()
+    # not in this process: whoever looks for the library later would find this one
+    look = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); "
+        "print([symbol for symbol in sys.argv[2:] if not hasattr(library, symbol)])"
+    )
+    path = str(libraries["new"] / "libnvidia-ml.so.1")
+    said = subprocess.run(
+        [sys.executable, "-c", look, path, *needed], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,7 @@ def test_the_fake_has_every_function_that_the_driver_uses(libraries: dict[str, P
     [
         (pynvml.c_nvmlFieldValue_t, 40), (pynvml.nvmlPciInfo_t, 68), (pynvml.c_nvmlMemory_v2_t, 40),
         (pynvml.c_nvmlProcessInfo_v2_t, 24), (SramStatus, 104), (FabricV2, 36), (FabricV3, 40),
-        (Platform, 44),
+        (Platform, 44), (GpmMetric, ctypes.sizeof(pynvml.c_nvmlGpmMetric_t)), (Between, 24 + 4 * 40),
     ],
 )  # fmt: skip
 def test_structures_are_as_large_as_the_library_takes_them(
@@ -94,7 +106,7 @@ def test_structures_are_as_large_as_the_library_takes_them(
 
 def test_a_card_of_a_new_driver(reader: Start) -> None:
     new = reader("new")
-    new.say("field 82 1 71 0", "field 269 3 2000000000 0", "field 271 3 1 3")
+    new.say("field 82 1 71 0", "field 269 3 2000000000 0", "field 271 3 1 3", "field 198 3 4096 0")
     found = row(new, "gpu", 1)
     assert {name: cell for name, cell in found.items() if not name.endswith(("_min", "_p10"))} == {
         "util_pct": 97, "sm_clock_mhz": 1755, "power_w": 690.5, "power_limit_w": 700.0, "mem_util_pct": 61,
@@ -103,8 +115,55 @@ def test_a_card_of_a_new_driver(reader: Start) -> None:
         "clock_reasons": 4, "energy_j_total": 5000.5, "pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 16,
         "pcie_width_max": 16, "power_cap_s_total": 4.0, "sync_boost_s_total": 6.0, "sw_thermal_s_total": 2.0,
         "hw_thermal_s_total": ["NOT_SUPPORTED", "NVML 3"], "hw_brake_s_total": ["NOT_SUPPORTED", "NVML 3"],
+        "pcie_tx_bytes_total": ["NOT_SUPPORTED", "NVML 3"], "pcie_rx_bytes_total": 4096, "fan_pct": 30,
+        **{name: ["NOT_READ", "first"] for name in ACTIVITY},
     }  # fmt: skip
     assert new.word() == ""
+
+
+ACTIVITY = ("sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "mem_active_pct")
+
+
+def activity(reader: Reader, index: int = 0) -> list[object]:
+    found = row(reader, "gpu", index)
+    return [found[name] for name in ACTIVITY]
+
+
+def test_what_the_parts_of_a_card_did_is_read_between_two_samples(reader: Start) -> None:
+    new = reader("new")
+    assert activity(new) == [["NOT_READ", "first"]] * 4
+    assert activity(new, 1) == [["NOT_READ", "first"]] * 4
+    time.sleep(0.15)
+    # the other card took one in between: 20 and the metric's number
+    assert activity(new) == [22, 23, ["NOT_SUPPORTED", "NVML 3"], 30]
+    time.sleep(0.15)
+    assert activity(new) == [12, 13, ["NOT_SUPPORTED", "NVML 3"], 20]
+    new.say("fail nvmlGpmSampleGet@0 999")
+    time.sleep(0.15)
+    assert activity(new) == [["FAILED", "NVML 999"]] * 4
+    new.say()
+    assert activity(new) == [["NOT_READ", "first"]] * 4
+
+
+def test_cards_that_are_all_lost_are_found_by_another_start_and_count_anew(reader: Start) -> None:
+    new = reader("new")
+    assert states(new) == ["ok", "ok"]
+    new.say("fail nvmlDeviceGetClockInfo 15", "fail nvmlDeviceGetHandleByPciBusId_v2 15")
+    assert states(new) == ["lost", "lost"]
+    new.say("fail nvmlDeviceGetHandleByPciBusId_v2 15")  # as long as nobody initialises the library
+    deadline = time.monotonic() + 9.0  # a lost card is asked for again after ten seconds
+    while states(new) != ["ok", "ok"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    _, rows = cast(tuple[str, list[Row]], new.ask("probe", group="gpu"))
+    assert {one["driver_epoch"] for one in rows} == {2}
+
+
+def test_an_older_card_has_no_parts_to_speak_of(reader: Start) -> None:
+    new = reader("new")
+    new.say("number nvmlGpmQueryDeviceSupport 0")
+    assert activity(new) == [["NOT_SUPPORTED", ""]] * 4
+    assert activity(reader("old")) == [["NOT_SUPPORTED", "NVML 13"]] * 4
 
 
 def test_who_a_card_is(reader: Start) -> None:

@@ -154,7 +154,9 @@ class Kit:
             f'params = {{ call = "{call}" }}\n'
         )
 
-    def config(self, top: str = "", tables: str = "", faults: str | None = "", gpus: int = 8) -> Path:
+    def config(
+        self, top: str = "", tables: str = "", faults: str | None = "", gpus: int = 8, every_s: float = 0.5
+    ) -> Path:
         """An agent.toml with short intervals; simulated cards unless `faults` is None."""
         simulated = ""
         if faults is not None:
@@ -166,8 +168,8 @@ class Kit:
             f'state_dir = "{self.state}"\nruntime_dir = "{self.tmp / "run"}"\n'
             f'collector = "127.0.0.1:1"\n{top}\n{simulated}'
             f"[push]\nseal_s = 0.2\n{benches}"
-            "[probes.gpu]\nevery_s = 0.5\n[probes.host]\nevery_s = 0.5\n[probes.pci]\nevery_s = 1.0\n"
-            + (tables or self.sampler(faults or ""))
+            f"[probes.gpu]\nevery_s = {every_s}\n[probes.host]\nevery_s = {every_s}\n"
+            f"[probes.pci]\nevery_s = {2 * every_s}\n" + (tables or self.sampler(faults or ""))
         )
         return path
 

@@ -13,7 +13,7 @@ from gpufleet_agent.drivers import Item
 from gpufleet_agent.episodes import Episodes
 from gpufleet_agent.pipe import Inventory
 from gpufleet_agent.probe import Sweep
-from gpufleet_agent.probes import gpu
+from gpufleet_agent.probes import gpu, pci
 
 NAMES = [metric.name for metric in gpu.METRICS]
 PCI = ["0000:1b:00.0", "0000:43:00.0", "0000:52:00.0"]
@@ -44,7 +44,7 @@ class Kept:
         """Events of one sweep of three cards; None = not listed."""
         return [event.kind for event in self.look(*states, epoch=epoch, error=error)]
 
-    def look(self, *states: str | None, epoch: int = 1, error: str = "") -> list[Event]:
+    def look(self, *states: str | None, epoch: int = 1, error: str = "", live: bool = True) -> list[Event]:
         rows: list[list[Value | None]] = []
         for at, state in enumerate(states):
             if state is not None:
@@ -52,6 +52,8 @@ class Kept:
                     "gpu_uuid": f"GPU-{at}", "gpu_index": at, "pci": PCI[at], "state": state,
                     "driver_epoch": epoch,
                 }  # fmt: skip
+                if live and state == "ok":
+                    known["temperature_c"] = 60.0
                 rows.append([known.get(name) for name in NAMES])
         return self.episodes.see_gpus(Sweep("gpu", 1, self.clock(), 0.1, error, rows, [b""] * len(rows)))
 
@@ -150,6 +152,52 @@ def test_a_loss_that_only_the_kernel_saw_ends_when_the_card_goes_on_answering() 
     kept.clock.us += 60_000_000
     assert kept.see("ok", "ok", "ok") == ["gpu_found"]
     assert kept.see("ok", "ok", "ok") == []
+
+
+def test_a_card_none_of_whose_sensors_answers_is_not_found_again() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    kept.episodes.hear(gone(mono_us=kept.clock.us))
+    kept.clock.us += 60_000_000
+    assert kept.look("ok", "ok", "ok", live=False) == []  # the handle is good, and nothing else is
+    assert kept.see("ok", "ok", "ok") == ["gpu_found"]
+
+
+def bus(*present: bool) -> Sweep:
+    names = [metric.name for metric in pci.METRICS]
+    rows: list[list[Value | None]] = []
+    for at, there in enumerate(present):
+        known: dict[str, Value] = {"pci": PCI[at], "present": there}
+        rows.append([known.get(name) for name in names])
+    return Sweep("pci", 1, 1, 0.1, "", rows, [b""] * len(rows))
+
+
+def test_a_lost_card_that_the_bus_shows_is_looked_for_at_growing_intervals() -> None:
+    kept = Kept()
+    kept.see("ok", "ok", "ok")
+    kept.see("ok", "lost", "ok")
+    kept.episodes.see_bus(bus(True, False, True))
+    kept.clock.us += 7_200_000_000
+    assert kept.episodes.lost_due() == []  # it is not there
+    kept.episodes.see_bus(bus(True, True, True))
+    waits = []
+    for _ in range(8):
+        began = kept.clock.us
+        while not kept.episodes.lost_due():
+            kept.clock.us += 1_000_000
+        waits.append((kept.clock.us - began) // 1_000_000)
+        (lost,) = kept.episodes.lost_due()
+        assert (lost.what, lost.uuid) == (PCI[1], "GPU-1")
+        kept.episodes.postpone(PCI[1])
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert kept.see("ok", "ok", "ok") == ["gpu_found"]
+    assert kept.episodes.lost_due() == []
+    kept.see("ok", "lost", "ok")
+    assert kept.episodes.lost_due() == []
+    kept.clock.us += 61_000_000
+    assert len(kept.episodes.lost_due()) == 1  # the waits began anew
+    kept.see("ok", None, "ok")
+    assert kept.episodes.lost_due() == []  # the driver does not list it: nothing to look at
 
 
 @pytest.mark.parametrize("detail", ["", "{}", "[]", "null", "x", '{"pci": 7, "uuid": []}'])

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,23 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from gpufleet_agent import guard, sampler
-from gpufleet_agent.drivers import open as opener
+from gpufleet_agent.drivers import Lost, open as opener
+from gpufleet_agent.drivers.nvml import NvmlHost
 
 plan = {plan!r}
 flag = Path({flag!r})
 
-def open_host(driver, root, progress, simulated, skip):
+def open_host(driver, root, progress, simulated, skip, aside):
     if driver == "none":
         return opener.open_host("none", root)
+    if plan == "slow":
+        class Library:
+            def nvmlInit(self):
+                while not flag.exists():
+                    time.sleep(0.05)
+            def nvmlDeviceGetCount(self):
+                return 0
+        return NvmlHost(root, progress, Library(), aside=aside)
     if plan == "init" and not flag.exists():
         progress.enter("", "nvmlInit")
         time.sleep(600)
@@ -70,6 +80,13 @@ def open_host(driver, root, progress, simulated, skip):
                 time.sleep(600)
             return (), cursor + "."
         host.kernel_log = kernel_log
+    if plan == "lost":
+        known_to_this_process = flag.exists()
+        def read(group, real=cards[3].read):
+            if not known_to_this_process:
+                raise Lost("gpu_is_lost")
+            return real(group)
+        cards[3].read = read
     if plan == "health":
         def read(group, real=cards[3].read):
             if group == "gpu_health" and not flag.exists():
@@ -117,7 +134,7 @@ class Stage:
             scenario=str(scenario), node="gpu-a01", started_us=wall_us(), started_mono_us=mono_us()
         )
         self.isolation = Isolation(
-            HostSettings(driver="auto" if plan == "init" else "simulated", simulated=node),
+            HostSettings(driver="auto" if plan in ("init", "slow") else "simulated", simulated=node),
             PROBES | ({"gpu_health": 0.3} if plan == "health" else {}),
             Sampling(deadline_s=0.5, init_deadline_s=init_deadline_s, retry_s=retry_s, retry_max_s=10.0),
             self.episodes,
@@ -125,7 +142,7 @@ class Stage:
             self.events.append,
             command,
             restart_s=0.05,
-            cursor=(lambda: self.cursor) if plan == "log" else None,
+            cursor=(lambda: self.cursor) if plan in ("log", "slow") else None,
         )
 
     def save(self, text: str) -> None:
@@ -136,6 +153,8 @@ class Stage:
             self.sweeps.append((time.monotonic(), message))
         if isinstance(message, KernelNews):
             self.cursor = message.cursor
+        if isinstance(message, Sweep) and message.probe == "pci":
+            self.episodes.see_bus(message)
         if isinstance(message, Sweep) and message.probe == "gpu":
             self.events += self.episodes.see_gpus(message)
 
@@ -189,12 +208,7 @@ def test_B07_one_hung_card_costs_its_process_and_nothing_else(tmp_path: Path, ki
 
     async def work(stage: Stage) -> None:
         await stage.until(lambda: "driver_hung" in stage.kinds())
-        began = time.monotonic()
         await stage.until(lambda: stage.states() == ["ok"] * 5 + ["hung"] + ["ok"] * 2)
-        before = [at for at, sweep in stage.sweeps if sweep.probe == "gpu" and at < began]
-        after = [at for at, sweep in stage.sweeps if sweep.probe == "gpu" and at > began]
-        # deadline + two intervals, with generous room for a busy machine
-        assert after[0] - before[-1] < 0.5 + 2 * 0.3 + 3.0
         await stage.more("host")
         assert len(stage.isolation.stuck) <= 1
         await stage.until(lambda: "driver_recovered" in stage.kinds())
@@ -314,6 +328,60 @@ def test_initialising_the_driver_may_take_longer_than_a_call(tmp_path: Path, kit
     play(stage, work)
 
 
+def test_a_lost_card_that_came_back_is_found_by_a_process_of_its_own(tmp_path: Path, kit: Any) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "lost", retry_s=0.5)
+    lost = ["ok"] * 3 + ["lost"] + ["ok"] * 4
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: stage.states() == lost)
+        (sampler,) = stage.isolation.pids
+        await stage.until(lambda: len(children()) == 2)  # it is looked for
+        await stage.until(lambda: len(children()) == 1)  # in vain
+        await stage.more("gpu")
+        assert stage.states() == lost
+        assert stage.isolation.pids == [sampler]  # which cost the others nothing
+        stage.flag.touch()
+        await stage.until(lambda: stage.states() == ["ok"] * 8)
+
+    play(stage, work)
+    assert stage.kinds() == ["gpu_lost", "gpu_found"]
+    assert stage.isolation.restarts_total == 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_A16_bus_host_and_kernel_log_go_on_while_the_driver_is_initialised(
+    tmp_path: Path, kit: Any, ends: bool
+) -> None:
+    stage = Stage(tmp_path, kit.scenario(), "slow", init_deadline_s=60.0 if ends else 4.0, retry_s=60.0)
+    stage.cursor = ""
+
+    def errors() -> list[str]:
+        return [sweep.error for _, sweep in stage.sweeps if sweep.probe == "gpu"]
+
+    async def work(stage: Stage) -> None:
+        await stage.until(lambda: "starting" in errors())
+        (pid,) = stage.isolation.pids
+        await stage.more("host", 5)
+        await stage.more("pci", 5)
+        assert stage.cursor or not os.access("/dev/kmsg", os.R_OK)
+        assert (set(errors()), stage.kinds(), stage.isolation.pids) == ({"starting"}, [], [pid])
+        if ends:
+            stage.flag.touch()
+            await stage.until(lambda: errors()[-1] == "")
+            assert (stage.kinds(), stage.isolation.pids) == ([], [pid])
+        else:
+            await stage.until(lambda: stage.kinds())
+            await stage.more("host")
+
+    play(stage, work)
+    if not ends:
+        (hung,) = stage.events
+        assert (hung.kind, hung.entity, hung.code) == ("driver_hung", "node:", "nvmlInit")
+        assert json.loads(hung.detail)["seconds"] > 4.0
+    hosts = [at for at, sweep in stage.sweeps if sweep.probe == "host"]
+    assert max(after - before for before, after in pairwise(hosts)) < 4.0
+
+
 def test_B07_a_card_that_hangs_in_its_health_is_left_out_alone(tmp_path: Path, kit: Any) -> None:
     stage = Stage(tmp_path, kit.scenario(), "health")
 
@@ -391,7 +459,7 @@ def test_a_sampler_that_is_no_use_is_started_again_ever_more_slowly(
     play(stage, work)
     assert set(stage.kinds()) == {"sampler_restarted"}
     assert stage.isolation.restarts_total >= 4
-    assert times[3] - times[2] > 0.15  # 0.05, 0.1, 0.2 between them
+    assert times[3] - times[2] > 0.08  # 0, 0.05, 0.1 between them
 
 
 def test_killing_the_sampler_again_and_again_loses_nothing_that_was_sent_and_leaks_nothing(

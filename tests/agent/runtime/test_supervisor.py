@@ -230,6 +230,7 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
         obey = supervisor.directives.obey
         done = await obey(directive(set_interval=pb.SetInterval(probe="host", interval_s=5.0)))
         assert (done.id, done.outcome) == ("d1", pb.OUTCOME_DONE)
+        assert done.message.endswith("until the agent is restarted")
         assert supervisor.isolation.intervals()["host"] == 5.0
         for probe, every in (("host", 0.001), ("host", float("nan")), ("host", 1e9), ("bogus", 5.0)):
             result = await obey(directive(set_interval=pb.SetInterval(probe=probe, interval_s=every)))
@@ -255,7 +256,11 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
         nowhere = pb.RunBench(bench="h2d", entity="gpu:GPU-other")
         assert (await obey(directive(run_bench=nowhere))).outcome == pb.OUTCOME_REFUSED
 
+    async def anew(supervisor: Supervisor) -> None:
+        assert supervisor.isolation.intervals()["host"] == supervisor.config.probe("host").every_s == 0.5
+
     play(lambda: made(kit), work)
+    play(lambda: made(kit), anew)
     rows = kit.spool.rows("bench")
     assert [row["reason"] for row in rows if row["lease"] == "lease-6"] == ["the driver is released"]
     rows = [row for row in rows if row["lease"] != "lease-6"]

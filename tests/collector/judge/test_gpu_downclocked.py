@@ -1,9 +1,12 @@
 """Rule gpu_downclocked: drills A01 and A03 and their relatives; hardware brake and heat by their counters."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from gpufleet_collector import explain
+from gpufleet_collector.documents import NotFound, Row
+from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings, Limit
 from gpufleet_collector.rules import load_rules
@@ -174,6 +177,36 @@ def test_hardware_brake_fires_within_two_samples(
     assert [len(report.fired) for report in reports] == [0, 1]
     assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", code)]
     assert fleet.find(RULE, card.entity)[:3] == ("warn", code, fleet.at)
+
+
+def test_hw_brake_of_an_idle_card_at_the_worst_moment_fires_within_two_samples_and_a_pass(
+    fleet: "Fleet", judge: Judge
+) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.util, card.reasons = 0.0, 1
+    fleet.run(30, judge)
+
+    def tick(fleet: "Fleet") -> None:
+        card.brake_s += 5
+
+    fleet.each_tick = tick  # it begins right after a sample, and after the pass that saw it
+    card.reasons = 1 | 8 | 128
+    reports = fleet.run(2 * 5 + 5, judge)  # two periods of sampling, and one pass
+    assert any(report.fired for report in reports)
+    assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", "power_brake")]
+
+
+def test_whoever_looks_for_the_hardware_brake_is_led_here(fleet: "Fleet", judge: Judge) -> None:
+    fleet.add("gpu-001", gpus=1)
+    fleet.run(5, judge)
+    rule = next(rule for rule in load_rules() if rule.name == RULE)
+    headers = {RULE: explain.header(Policy.of(rule, JudgeSettings()))}
+    with fleet.store.reader() as read:
+        for name in ("hw_brake", "rule hw_brake", "power_brake", RULE):
+            (item,) = cast(list[Row], explain.explain(read, fleet.at, name, headers)["items"])
+            assert (item["rule"], item["runbook"]) == (RULE, f"docs/runbooks/{RULE}.md")
+        with pytest.raises(NotFound):
+            explain.explain(read, fleet.at, "no_such_brake", headers)
 
 
 def test_one_growth_is_not_a_brake(fleet: "Fleet", judge: Judge) -> None:

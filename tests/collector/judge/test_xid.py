@@ -191,3 +191,15 @@ def test_silent_agent_is_unknown_and_ends_nothing(fleet: "Fleet", judge: Judge) 
     fleet.run(120, judge, every=20)
     assert fleet.find(RULE, other.entity)[:2] == ("unknown", "agent_silent")
     assert [row[1:3] for row in fleet.findings()] == [(card.entity, "firing")]
+
+
+def test_a_fatal_error_that_comes_late_raises_above_a_newer_warning(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    fleet.run(10, judge)
+    xid(fleet, card, "31", "warning")
+    fleet.run(10, judge)
+    assert [row[2:4] for row in fleet.findings()] == [("firing", "warn")]
+    xid(fleet, card, "48", "critical", at=fleet.at - timedelta(seconds=60))
+    fleet.run(10, judge)
+    assert [row[2:4] for row in fleet.findings()] == [("firing", "crit")]
+    assert "Xid 48" in fleet.find(RULE, card.entity)[3]

@@ -6,6 +6,7 @@ for           = "3 of 4"
 clear_after   = "5m"
 boot_grace    = "10m"
 runbook       = "gpu_downclocked"
+also          = ["hw_brake"]
 
 [for_code]                    # hardware that slows the card is no matter of minutes
 power_brake   = "2 of 2"

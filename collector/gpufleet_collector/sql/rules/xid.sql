@@ -14,7 +14,7 @@ count_s       = { value = 86400, source = "own choice: how often in a day says w
 -- action it wants), by the severity of the catalogue. Only what was written since the node booted and the card was last
 -- reset counts. A warning counts for warn_s; a fatal error for as long as nothing says that it was dealt with: another
 -- boot, the driver loaded anew, the driver wanting nothing any more, a lost card that answers again. So events that come
--- late count only if they are still true. However many there are, it is one row per card; the newest worst one names it.
+-- late count only if they are still true, and are evidence from when they came: an older fatal error still raises. However many there are, it is one row per card; the newest worst one names it.
 create or replace macro find_xid(as_of) as table
 with heard as (
     select node, max(ts) as ts, max_by(boot_id, ts) as boot_id
@@ -31,6 +31,7 @@ card as (
 card_at as (select node, pci, max_by(entity, installed::int) as entity from card where pci is not null group by node, pci),
 told as (
     select e.node, e.ts, e.kind, e.code, e.count, e.message, e.entity,
+           greatest(e.ts, least(e.received_at, as_of)) as known_at,
            coalesce(json_extract_string(e.detail, '$.severity'), 'warning') as severity,
            json_extract_string(e.detail, '$.action') as action,
            json_extract_string(e.detail, '$.name')   as name,
@@ -73,7 +74,7 @@ counting as (
       and (p.severity in ('critical', 'fault') or p.ts > as_of - to_seconds(l.warn_s))
 ),
 bad as (
-    select node, entity, bool_or(fatal) as fatal, max(ts) as ts, min(ts) as first_at,
+    select node, entity, bool_or(fatal) as fatal, max(ts) as ts, min(ts) as first_at, max(known_at) as known_at,
            max_by({'kind': kind, 'code': code, 'severity': severity, 'action': action, 'name': name, 'scope': scope,
                    'message': message, 'ts': ts},
                   epoch_us(ts) // 1000000 * 2 + (kind in ('xid', 'sxid'))::int + if(fatal, 1000000000000, 0)) as worst,
@@ -87,7 +88,7 @@ often as (
     group by c.node, c.entity
 ),
 judged as (
-    select s.*, h.ts as heard_at, h.boot_id, b.fatal, b.ts, b.first_at, b.worst, b.kinds, coalesce(o.n, 0) as n,
+    select s.*, h.ts as heard_at, h.boot_id, b.fatal, b.ts, b.first_at, b.known_at, b.worst, b.kinds, coalesce(o.n, 0) as n,
            case when b.ts is not null                               then b.worst.kind
                 when h.ts is null or h.ts < as_of - interval 90 second then 'agent_silent'
                 else 'none' end as code
@@ -102,7 +103,7 @@ select node, entity,
        if(ts is not null, n, if(code = 'none', 0, null))::double            as observed,
        0::double                                                            as expected,
        'count'                                                              as unit,
-       coalesce(ts, heard_at)                                               as evidence_at,
+       coalesce(known_at, heard_at)                                         as evidence_at,
        case when code = 'none' then 'the driver reported nothing that counts'
             when code = 'agent_silent' then 'the agent is silent'
             else format('{}{}{}, last at {}{}',
