@@ -266,6 +266,10 @@ def read_inventory(
         found = {key: str(row[key]) for key in _BUS_ATTRIBUTES if isinstance(row.get(key), str | int)}
         items.append(Item(f"pci:{found.get('pci', '')}", found))
     begin("inventory")
+    for kind in ("disk", "mount"):
+        for row in host.rows(f"{kind}_item"):
+            found = {name: str(value) for name, value in row.items() if name != kind}
+            items.append(Item(f"{kind}:{row[kind]}", found))
     try:
         gpus = host.gpus()
     except DriverError:

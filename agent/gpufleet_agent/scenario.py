@@ -53,16 +53,25 @@ class Accepts:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault: what it hits, and its parameters."""
+    """One kind of fault: what it hits, and its parameters.
+
+    Attributes:
+        card: It hits cards; otherwise a host.
+        params: Name -> what it accepts.
+        until: It may have an end.
+        entity: What of a host it is about; `{name}` stands for a parameter.
+    """
 
     card: bool
     params: Mapping[str, Accepts]
     until: bool = True
+    entity: str = "node:"
 
 
 _GONE = ("driver_not_loaded", "no_library", "driver_mismatch", "no_permission", "driver_failed")
 _DUTY = Accepts(1.0, 0.05, 1.0)
 _MEMORY = Accepts("dram", words=("dram", "sram"))
+_MOUNTS = ("/", "/scratch", "/data")
 
 KINDS: dict[str, Kind] = {
     "card_lost": Kind(
@@ -126,6 +135,18 @@ KINDS: dict[str, Kind] = {
     "persistence_off": Kind(True, {}),
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
     "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
+    "disk_full": Kind(
+        False,
+        {"mount": Accepts("/scratch", words=_MOUNTS), "used_pct": Accepts(99.9, 50, 100)},
+        entity="mount:{mount}",
+    ),
+    "disk_slow": Kind(
+        False,
+        {"disk": Accepts("nvme1n1", words=("nvme0n1", "nvme1n1")), "await_ms": Accepts(400, 1, 60_000)},
+        entity="disk:{disk}",
+    ),
+    "mount_hung": Kind(False, {"mount": Accepts("/data", words=_MOUNTS)}, entity="mount:{mount}"),
+    "mount_read_only": Kind(False, {"mount": Accepts("/scratch", words=_MOUNTS)}, entity="mount:{mount}"),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
@@ -225,7 +246,7 @@ class Expected:
     Attributes:
         fault: Its place among the scenario's faults, from 0.
         node: Where.
-        entity: `gpu:<UUID>` (of the board that should be there) or `node:`.
+        entity: `gpu:<UUID>` (of the board that should be there), `node:`, `mount:<path>`, `disk:<name>`.
         kind: Of the fault.
         at: Its start, seconds.
         rule: The rule that must fire.
@@ -339,8 +360,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if fault.expect is None:
                 continue
             for node in (name for name in self.node_names() if matches(fault.node, name)):
-                entities = ["node:"]
-                if KINDS[fault.kind].card:
+                kind = KINDS[fault.kind]
+                entities = [kind.entity.format_map({name: fault.param(name) for name in kind.params})]
+                if kind.card:
                     numbers = select(fault.gpu, self.gpu_count(node))
                     entities = [f"gpu:{self._board(node, number).uuid}" for number in numbers]
                 found += [

@@ -130,3 +130,11 @@ def link(path: Path) -> Cell:
         return ""
     except OSError as error:
         return why(error)
+
+
+def real(path: Path) -> str:
+    """Where a path leads in the end; itself when that cannot be said."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return str(path)

@@ -27,6 +27,7 @@ from gpufleet_agent.drivers import (
     Ring,
     cards,
     nvidia_cards,
+    simulated_storage,
 )
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
@@ -246,7 +247,13 @@ class SimulatedHost:
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        storage = simulated_storage
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
+            "disk": lambda: storage.disks(scenario, node, self._phase().booted_at, clock()),
+            "disk_item": lambda: storage.disk_items(scenario, node),
+            "mount": lambda: storage.mounts(scenario, node, self._phase().booted_at, clock()),
+            "mount_item": storage.mount_items,
+        }
 
     @property
     def epoch(self) -> int:

@@ -23,7 +23,10 @@ from gpufleet_agent.drivers import (
     Progress,
     files,
 )
+from gpufleet_agent.drivers.canary import NoCanaries, StatCanaries
+from gpufleet_agent.drivers.disks import Disks
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.mounts import Mounts
 
 NVIDIA = "10de"
 
@@ -369,7 +372,15 @@ class SysfsHost:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        disks = Disks(root)
+        # only this machine's own mounts can be asked
+        mounts = Mounts(root, StatCanaries() if root == Path("/") else NoCanaries())
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
+            "disk": disks.rows,
+            "disk_item": disks.items,
+            "mount": mounts.rows,
+            "mount_item": mounts.items,
+        }
 
     @property
     def boot_id(self) -> str:
