@@ -18,9 +18,12 @@ _NOT_DISKS = re.compile(r"(?:loop|ram|zram|sr|fd|nbd|mtdblock|nvme\d+c\d+n)\d+")
 _ADDRESS = re.compile(r"(?<=/)[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/)")
 _NO_FIELD = Null(Reason.NOT_SUPPORTED, "kernel")
 _NOT_ASKED = Null(Reason.NOT_READ, "not_live")
+_NO_PROGRESS = Null(Reason.NOT_READ, "no_progress")
 _NO_SENSOR = Null(Reason.NOT_SUPPORTED, "no_sensor")
 _NOT_RAID = Null(Reason.NOT_SUPPORTED, "not_raid")
 _SECTOR = 512
+_OPS = (0, 4)
+_IN_FLIGHT = 8
 _WRAP_MS = 1 << 32
 
 _FIELDS: tuple[tuple[str, int, float], ...] = (
@@ -82,10 +85,9 @@ class Disks:
             row |= dict.fromkeys((name for name, _, _ in _FIELDS), Null(Reason.FAILED, "no_line"))
         else:
             row |= self._counters(home.name, counts)
-        idle = counts is not None and (
-            counts[8] == 0 or counts[0] + counts[4] > before.get(0, 0) + before.get(4, 0)
-        )
-        row["temperature_c"] = _temperature(home, row["state"]) if idle else _NOT_ASKED
+        moved = sum(counts[at] for at in _OPS) > sum(before.get(at, 0) for at in _OPS) if counts else False
+        stuck = not counts or (counts[_IN_FLIGHT] > 0 and not moved)
+        row["temperature_c"] = _NO_PROGRESS if stuck else _temperature(home, row["state"])
         return row
 
     def _counters(self, name: str, counts: list[int]) -> dict[str, Cell]:
