@@ -161,8 +161,10 @@ class StatCanaries:
             except OSError as error:
                 failed[key] = files.why(error)
         until = time.monotonic() + self._wait_s
-        while any(time.monotonic() - one.began < self._deadline_s for one in self._running.values()):
-            left_s = until - time.monotonic()
+        while self._running:
+            # nobody waits for those that are past the deadline
+            newest = max(one.began for one in self._running.values())
+            left_s = min(until, newest + self._deadline_s) - time.monotonic()
             if left_s <= 0:
                 break
             self._gather(results, hung, left_s)

@@ -15,6 +15,7 @@ from gpufleet.metric import Null, Reason
 from gpufleet_agent.drivers import canary
 from gpufleet_agent.drivers.canary import Answer, Key, StatCanaries, Usage
 
+DEADLINE_S = 1.5
 DATA, ROOT, HOME = Key(43, "/data"), Key(28, "/"), Key(44, "/home")
 
 PROGRAM = """#!/bin/sh
@@ -98,7 +99,7 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
 
 @pytest.fixture
 def canaries(fake: Fake) -> StatCanaries:
-    return StatCanaries([str(fake.path)], wait_s=5.0, deadline_s=0.2, kill_after_s=1000.0)
+    return StatCanaries([str(fake.path)], wait_s=30.0, deadline_s=DEADLINE_S, kill_after_s=1000.0)
 
 
 def test_all_answer(fake: Fake, canaries: StatCanaries) -> None:
@@ -112,30 +113,25 @@ def test_all_answer(fake: Fake, canaries: StatCanaries) -> None:
 
 
 def test_T08_one_mount_hangs_the_rest_is_on_time_one_process_is_stuck_and_recovery_has_its_duration(
-    fake: Fake,
+    fake: Fake, canaries: StatCanaries
 ) -> None:
-    canaries = StatCanaries([str(fake.path)], wait_s=0.5, deadline_s=0.2, kill_after_s=1000.0)
     fake.does(DATA, "block")
     began = time.monotonic()
     first = canaries.ask([DATA, ROOT])
     assert first[ROOT].state == "ok"
-    assert first[DATA].state in ("pending", "hung")
-    assert time.monotonic() - began < 5.0
-    until(lambda: time.monotonic() - began > 0.3)
+    assert first[DATA].state == "hung", "it waits no longer than what is hung"
     for _ in range(3):
-        looked = time.monotonic()
         answers = canaries.ask([DATA, ROOT])
         assert (answers[ROOT].state, answers[ROOT].usage) == ("ok", WELL)
         assert (answers[DATA].state, answers[DATA].usage) == ("hung", None)
-        assert time.monotonic() - looked < 5.0
-    assert answers[DATA].hung_s >= 0.3
+    assert answers[DATA].hung_s >= DEADLINE_S
     assert len(fake.asked(DATA)) == len(fake.alive(DATA)) == 1, "one is stuck, and no other is sent"
     fake.recover(DATA)
     until(lambda: not fake.alive(DATA))
     lasted = time.monotonic() - began
     after = canaries.ask([DATA, ROOT])
     assert (after[DATA].state, after[DATA].usage) == ("ok", WELL)
-    assert 0.3 <= after[DATA].hung_s <= lasted
+    assert DEADLINE_S <= after[DATA].hung_s <= lasted
     assert canaries.ask([DATA, ROOT])[DATA].hung_s == 0.0, "said once"
     assert not fake.alive(DATA)
 
@@ -195,22 +191,22 @@ StatCanaries([sys.argv[1]], wait_s=0.01).ask([Key(43, "/data")])
 """
 
 
-def test_T08_a_sampler_that_starts_anew_finds_the_stuck_one_and_sends_no_other(fake: Fake) -> None:
+def test_T08_a_sampler_that_starts_anew_finds_the_stuck_one_and_sends_no_other(
+    fake: Fake, canaries: StatCanaries
+) -> None:
     fake.does(DATA, "block")
     subprocess.run([sys.executable, "-c", LATER, str(fake.path)], check=True)
     until(lambda: len(fake.alive(DATA)) == 1)
-    time.sleep(0.25)
-    canaries = StatCanaries([str(fake.path)], wait_s=5.0, deadline_s=0.2, kill_after_s=1000.0)
     answers = canaries.ask([DATA, ROOT])
     assert answers[ROOT].state == "ok"
     assert answers[DATA].state == "hung"
-    assert answers[DATA].hung_s >= 0.2
+    assert answers[DATA].hung_s >= DEADLINE_S
     assert len(fake.asked(DATA)) == 1
     fake.recover(DATA)
     until(lambda: not fake.alive(DATA))
     answer = canaries.ask([DATA])[DATA]
     assert (answer.state, answer.usage) == ("ok", WELL), "what the old one said nobody heard: a new one asks"
-    assert answer.hung_s >= 0.2
+    assert answer.hung_s >= DEADLINE_S
     assert len(fake.asked(DATA)) == 2
 
 
@@ -229,7 +225,7 @@ def test_another_mount_at_the_same_path_is_asked_while_the_old_one_is_stuck(fake
 
 
 def test_no_more_than_so_many_at_a_time_and_everybody_has_a_turn(fake: Fake) -> None:
-    canaries = StatCanaries([str(fake.path)], wait_s=5.0, most=4, per_look=2)
+    canaries = StatCanaries([str(fake.path)], wait_s=30.0, deadline_s=30.0, most=4, per_look=2)
     keys = [Key(number, f"/m{number}") for number in range(100, 105)]
     states = [canaries.ask(keys) for _ in range(3)]
     assert [sum(one.state == "ok" for one in answers.values()) for answers in states] == [2, 2, 2]
@@ -260,7 +256,7 @@ def test_a_host_without_stat_and_one_that_cannot_start_it(tmp_path: Path) -> Non
 def test_the_real_program_says_what_statvfs_says(tmp_path: Path) -> None:
     key, odd, gone = Key(1, str(tmp_path)), Key(2, str(tmp_path / "a b\n'x")), Key(3, str(tmp_path / "gone"))
     Path(odd.path).mkdir()
-    answers = StatCanaries(wait_s=10.0).ask([key, odd, gone])
+    answers = StatCanaries(wait_s=30.0, deadline_s=30.0).ask([key, odd, gone])
     said = os.statvfs(tmp_path)
     usage = answers[key].usage
     assert usage is not None
@@ -279,7 +275,10 @@ def test_processes_of_others_and_nonsense_are_not_taken_over(tmp_path: Path) -> 
     (me / "comm").write_text("stat\n")
     (me / "cmdline").write_bytes(b"stat\0-f\0-c\0another program 43\0--\0/data\0")
     (me / "stat").write_text(f"{os.getpid()} (stat) D " + "0 " * 40)
-    assert StatCanaries(["/bin/stat"], proc=tmp_path, wait_s=10.0).ask([ROOT])[ROOT].state == "ok"
+    assert (
+        StatCanaries(["/bin/stat"], proc=tmp_path, wait_s=30.0, deadline_s=30.0).ask([ROOT])[ROOT].state
+        == "ok"
+    )
 
 
 def test_the_mark_is_in_the_arguments() -> None:
