@@ -1,5 +1,6 @@
 """The programs that ask mounts: real processes that answer, are slow, get stuck, and are found again."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -8,12 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpufleet.metric import Null, Reason
 from gpufleet_agent.drivers import canary
 from gpufleet_agent.drivers.canary import Answer, Key, StatCanaries, Usage
+from gpufleet_agent.drivers.mounts import Mounts
+from gpufleet_agent.probe import run_probe
+from gpufleet_agent.probes import mount
 
 DEADLINE_S = 1.5
 DATA, ROOT, HOME = Key(43, "/data"), Key(28, "/"), Key(44, "/home")
@@ -64,10 +69,15 @@ class Fake:
 
     def finish(self, canaries: StatCanaries, *keys: Key) -> None:
         """End what is under way, and have it reaped: a test leaves nothing behind."""
-        for pid in (pid for key in keys for pid in self.alive(key)):
-            os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(map(self.alive, keys)))
-        canaries.ask([])
+
+        def idle() -> bool:
+            for pid in (pid for key in keys for pid in self.alive(key)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            canaries.ask([])
+            return not canaries._running
+
+        until(idle)
 
     def recover(self, key: Key) -> None:
         self.does(key, "answer")
@@ -134,6 +144,34 @@ def test_T08_one_mount_hangs_the_rest_is_on_time_one_process_is_stuck_and_recove
     assert DEADLINE_S <= after[DATA].hung_s <= lasted
     assert canaries.ask([DATA, ROOT])[DATA].hung_s == 0.0, "said once"
     assert not fake.alive(DATA)
+
+
+def test_T08_the_probe_reports_every_mount_and_only_data_as_hung(
+    fake: Fake, canaries: StatCanaries, tmp_path: Path
+) -> None:
+    home = tmp_path / "proc/self"
+    home.mkdir(parents=True)
+    (home / "mountinfo").write_text(
+        "28 1 252:0 / / rw - ext4 /dev/vda rw\n43 28 0:41 / /data rw - nfs4 filer:/data rw,addr=10.0.0.1\n"
+    )
+    mounts = Mounts(tmp_path, canaries)
+    host = SimpleNamespace(rows=lambda group: mounts.rows())
+    fake.does(DATA, "block")
+    place = {metric.name: at for at, metric in enumerate(mount.METRICS)}
+    for _ in range(2):
+        sweep = run_probe("mount", mount, host, pytest.fail)
+        assert sweep.error == ""
+        read = {row[place["mount"]]: row for row in sweep.rows}
+        assert (read["/"][place["canary_state"]], read["/"][place["size_bytes"]]) == ("ok", WELL.size)
+        assert (read["/data"][place["canary_state"]], read["/data"][place["size_bytes"]]) == ("hung", None)
+    assert len(fake.asked(DATA)) == 1
+    fake.recover(DATA)
+    until(lambda: not fake.alive(DATA))
+    sweep = run_probe("mount", mount, host, pytest.fail)
+    hung_s = {row[place["mount"]]: row[place["hung_s"]] for row in sweep.rows}
+    assert hung_s["/"] == 0.0
+    assert isinstance(hung_s["/data"], float)
+    assert hung_s["/data"] >= DEADLINE_S
 
 
 @pytest.mark.parametrize("how", ["stop", "sleep"])
