@@ -209,11 +209,12 @@ class StatCanaries:
             process = subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=answer_fd, stderr=answer_fd, env=_ENVIRONMENT
             )
+            pidfd = os.pidfd_open(process.pid)
         except (OSError, ValueError) as error:
             os.close(answer_fd)
             raise error if isinstance(error, OSError) else OSError(errno.EINVAL, "path") from error
         self._silent.setdefault(key, began)
-        return _Canary(process, os.pidfd_open(process.pid), answer_fd, began, began_wall)
+        return _Canary(process, pidfd, answer_fd, began, began_wall)
 
     def _gather(self, results: dict[Key, list[_Result]], hung: dict[Key, float], timeout_s: float) -> None:
         """Take in what has ended, after waiting for the first at most `timeout_s`."""

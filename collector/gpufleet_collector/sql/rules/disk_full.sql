@@ -46,7 +46,7 @@ used as (
            100 * (t.b.size - t.b.free) / nullif((t.b.size - t.b.free) + t.b.avail, 0) as used_pct,
            t.b.avail / 1e9                              as avail_gb,
            100 * (t.i.all - t.i.free) / t.i.all         as inodes_pct,
-           t.network and row_number() over (partition by t.network, t.source order by t.node) > 1 as elsewhere
+           t.network and row_number() over (partition by t.network, t.source order by t.b.ts is null, t.node) > 1 as elsewhere
     from thing t
     join limits_disk_full l on l.node = t.node and l.model = ''
     left join (select node, max(interval_s) as interval_s from probe where probe = 'mount' group by node) p on p.node = t.node
