@@ -102,6 +102,13 @@ def test_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [fault.delay_s for fault in outcome.faults] == [8, 14]
 
 
+def test_a_fault_of_a_host_may_be_found_on_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_part = [GOOD[0], finding("agent_silent", "b", "dimm:mc0/dimm3", 44)]
+    assert looked(monkeypatch, on_part, 100).passed
+    on_card = looked(monkeypatch, [GOOD[0], finding("agent_silent", "b", "gpu:7", 44)], 100)
+    assert [fault.verdict for fault in on_card.faults] == ["found", "missed"]
+
+
 @pytest.mark.parametrize(
     ("findings", "verdicts", "pages"),
     [

@@ -223,7 +223,10 @@ class Check:
 
 
 def _is(fault: Fault, finding: Mapping[str, object]) -> bool:
-    return (fault.rule, fault.node, fault.entity) == (finding["rule"], finding["node"], finding["entity"])
+    """Whether this finding is of this fault: one of a host may be found on a part of it, a memory module."""
+    entity = str(finding["entity"])
+    about = entity == fault.entity or (fault.entity == "node:" and not entity.startswith("gpu:"))
+    return about and (fault.rule, fault.node) == (finding["rule"], finding["node"])
 
 
 def _time(at: object) -> datetime | None:
