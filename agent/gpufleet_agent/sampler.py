@@ -293,7 +293,7 @@ def read_inventory(
     begin("probe port")
     items += _ports(host) if ports else []
     begin("inventory")
-    for kind in ("dimm",):
+    for kind in ("dimm", "disk", "mount"):
         for row in host.rows(f"{kind}_item"):
             found = {name: str(value) for name, value in row.items() if name != kind}
             items.append(Item(f"{kind}:{row[kind]}", found))

@@ -5,8 +5,10 @@ The looking is done by the sampler program, so that a hung driver is named inste
 
 import contextlib
 import os
+import re
 import select
 import subprocess
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from gpufleet.metric import Metric, Value
+from gpufleet.metric import Kind, Metric, Reason, Unit, Value
 from gpufleet_agent.child import module_command
 from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.pipe import Frames, Inventory, PipeError
@@ -106,13 +108,18 @@ def _hear(
 
 
 def document(seen: Seen, now: datetime | None = None) -> dict[str, object]:
-    """The look as a JSON document: the host, then its cards, then the rest of its bus."""
+    """The look as a JSON document: the host, its cards, its bus, then whatever else the probes found."""
     items: dict[str, dict[str, object]] = {
         item.entity: {"entity": item.entity, "attributes": dict(item.attributes)}
         for item in (seen.inventory.items if seen.inventory else ())
     }
     node = items.setdefault("node:", {"entity": "node:", "attributes": {}})
     node["errors"] = {name: sweep.error for name, sweep in seen.sweeps.items() if sweep.error}
+    node["unseen"] = {
+        name: unseen
+        for name, sweep in seen.sweeps.items()
+        if (unseen := _unseen(PROBES[name].METRICS, sweep))
+    }
     if seen.hung is not None:
         node["hung"] = {"pci": seen.hung.card, "call": seen.hung.call}
     for entity, probe, reading in _readings(seen):
@@ -129,23 +136,46 @@ def _readings(seen: Seen) -> list[tuple[str, str, Reading]]:
     """(entity, probe, its cells) of every row."""
     found: list[tuple[str, str, Reading]] = []
     for name, sweep in seen.sweeps.items():
-        metrics: tuple[Metric, ...] = PROBES[name].METRICS
+        metrics = PROBES[name].METRICS
         for cells in sweep.rows:
             reading = {metric.name: cell for metric, cell in zip(metrics, cells, strict=True)}
-            found.append((_entity(reading), name, reading))
+            found.append((_entity(name, metrics, reading), name, reading))
     return found
 
 
-def _entity(row: Reading) -> str:
-    """What a row is about: its card, its place on the bus, else the host."""
-    if row.get("gpu_uuid") and "device_kind" not in row:
-        return f"gpu:{row['gpu_uuid']}"
-    return f"pci:{row['pci']}" if "pci" in row else "node:"
+def _entity(probe: str, metrics: Sequence[Metric], row: Reading) -> str:
+    """What a row is about: its card, its place on the bus, a thing by the keys of its probe, or the host."""
+    keys = [metric.name for metric in metrics if metric.kind is Kind.KEY]
+    own = [key for key in keys if key not in ("gpu_uuid", "gpu_index", "pci")]
+    if not keys:
+        return "node:"
+    if own:
+        card = [str(row["gpu_uuid"])] if row.get("gpu_uuid") else []
+        return f"{probe}:{'/'.join([*card, *(str(row[key]) for key in own)])}"
+    return f"gpu:{row['gpu_uuid']}" if row.get("gpu_uuid") and "gpu_uuid" in keys else f"pci:{row['pci']}"
+
+
+def _unseen(metrics: Sequence[Metric], sweep: Sweep) -> dict[str, str]:
+    """Columns that have no value in any row, and why: the reason in the first row."""
+    found: dict[str, str] = {}
+    for cells, reasons in zip(sweep.rows, sweep.reasons, strict=True):
+        why = iter(reasons)
+        nulls = {
+            metric.name: Reason(next(why)).name.lower()
+            for metric, cell in zip(metrics, cells, strict=True)
+            if cell is None
+        }
+        found = {name: reason for name, reason in (found or nulls).items() if name in nulls}
+        if not found:
+            break
+    return found
 
 
 def _order(item: dict[str, object]) -> tuple[int, str]:
     entity = str(item["entity"])
-    return ("node", "gpu", "pci").index(entity.partition(":")[0]), entity
+    kinds = ("node", "gpu", "pci")
+    kind = entity.partition(":")[0]
+    return kinds.index(kind) if kind in kinds else len(kinds), entity
 
 
 _NODE_LINES = (
@@ -180,7 +210,81 @@ def table(seen: Seen) -> str:
         bound = device["bound_driver"] or "no driver"
         gone = "" if device["present"] else "  does not answer on the bus"
         lines.append(f"  {device['pci']}  {device['device_kind']:<9} {ids}  {bound}{gone}")
+    for name, probe in PROBES.items():
+        if name not in _OWN_LINES:
+            lines += _probe_lines(name, probe.METRICS, seen.sweeps.get(name))
+    lines += _unseen_lines(seen)
     return "\n".join(lines)
+
+
+_OWN_LINES = ("gpu", "gpu_health", "pci", "host")
+_MOST_LINES = 32
+_WIDTH = 110
+_REASONS = {"not_supported": "not supported", "no_permission": "no permission", "failed": "failed"}
+
+
+def _probe_lines(name: str, metrics: Sequence[Metric], sweep: Sweep | None) -> list[str]:
+    """Any probe's rows: the keys, and what is or has a state; counters are for machines."""
+    if sweep is None:
+        return [f"{name:<12}could not be looked for"]
+    if sweep.error:
+        return [f"{name:<12}cannot be read: {sweep.error}"]
+    lines = [f"{name:<12}{len(sweep.rows) or 'none'}"]
+    for cells in sweep.rows[:_MOST_LINES]:
+        pairs = list(zip(metrics, cells, strict=True))
+        keys = [str(cell) for metric, cell in pairs if metric.kind is Kind.KEY and cell not in (None, "")]
+        told = [
+            said
+            for metric, cell in pairs
+            if metric.kind in (Kind.STATE, Kind.GAUGE) and (said := _told(metric, cell))
+        ]
+        text = f"{' '.join(keys)}  {', '.join(told)}".strip()
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
+    if len(sweep.rows) > _MOST_LINES:
+        lines.append(f"  and {len(sweep.rows) - _MOST_LINES} more")
+    return lines
+
+
+def _told(metric: Metric, cell: Value | None) -> str:
+    """A value with its name and unit; empty for one that says nothing."""
+    if cell is None or cell == "":
+        return ""
+    name = re.sub(r"_(bytes|pct|mhz|c|w|s)$", "", metric.name).replace("_", " ")
+    if isinstance(cell, bool):
+        return name if cell else ""
+    if isinstance(cell, str):
+        return f"{name} {cell}"
+    if metric.unit is Unit.BYTE:
+        return f"{name} {cell / 2**30:.1f} GiB"
+    unit = "" if metric.unit in (Unit.TEXT, Unit.ONE, Unit.COUNT, Unit.BITS) else f" {metric.unit}"
+    return f"{name} {cell:.4g}{unit}" if isinstance(cell, float) else f"{name} {cell}{unit}"
+
+
+def _unseen_lines(seen: Seen) -> list[str]:
+    """What this host does not let itself be asked, by reason; a family of columns as `family_*`."""
+    lines: list[str] = []
+    for reason, words in _REASONS.items():
+        for name in PROBES:
+            sweep = seen.sweeps.get(name)
+            metrics = PROBES[name].METRICS
+            unseen = _unseen(metrics, sweep) if sweep else {}
+            columns = [column for column, why in unseen.items() if why == reason]
+            if columns:
+                text = (
+                    f"{words}: {name}: {', '.join(_families(columns, [metric.name for metric in metrics]))}"
+                )
+                lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 4)
+    return lines
+
+
+def _families(columns: Sequence[str], every: Sequence[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for column in columns:
+        family = f"{column.partition('_')[0]}_"
+        members = [name for name in every if name.startswith(family)]
+        whole = len(members) > 2 and all(name in columns for name in members)
+        found[f"{family}*" if whole else column] = None
+    return list(found)
 
 
 def _host_lines(host: Reading) -> list[str]:
@@ -195,6 +299,10 @@ def _host_lines(host: Reading) -> list[str]:
     if isinstance(up, int | float):
         days, rest = divmod(int(up), 86400)
         lines.append(f"{'uptime':<12}{days} d {rest // 3600} h {rest % 3600 // 60} min")
+    waited = {name: host[f"psi_{name}_s_total"] for name in ("cpu_some", "memory_full", "io_some", "io_full")}
+    told = [f"{name.replace('_', ' ')} {s:.1f} s" for name, s in waited.items() if isinstance(s, float)]
+    if told:
+        lines.append(f"{'pressure':<12}{', '.join(told)} since boot")
     return lines
 
 

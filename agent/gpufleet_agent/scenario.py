@@ -75,6 +75,7 @@ _DUTY = Accepts(1.0, 0.05, 1.0)
 PORT_DOWN = ("polling", "disabled", "init", "armed", "gone")
 PORT_ERRORS = ("symbol_errors", "rcv_errors", "xmit_discards", "local_link_integrity_errors")
 _MEMORY = Accepts("dram", words=("dram", "sram"))
+_MOUNTS = ("/", "/scratch", "/data")
 
 DIMMS = tuple(f"mc{controller}/dimm{module}" for controller in range(2) for module in range(8))
 """The memory modules of a simulated host."""
@@ -182,6 +183,18 @@ KINDS: dict[str, Kind] = {
     "process_stuck": Kind(
         False, {"seconds": Accepts(900, 0, 10**7), "killed": Accepts("no", words=("no", "yes"))}
     ),
+    "disk_full": Kind(
+        False,
+        {"mount": Accepts("/scratch", words=_MOUNTS), "used_pct": Accepts(99.9, 50, 100)},
+        entity="mount:{mount}",
+    ),
+    "disk_slow": Kind(
+        False,
+        {"disk": Accepts("nvme1n1", words=("nvme0n1", "nvme1n1")), "await_ms": Accepts(400, 1, 60_000)},
+        entity="disk:{disk}",
+    ),
+    "mount_hung": Kind(False, {"mount": Accepts("/data", words=_MOUNTS)}, entity="mount:{mount}"),
+    "mount_read_only": Kind(False, {"mount": Accepts("/scratch", words=_MOUNTS)}, entity="mount:{mount}"),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
 }
 """Every fault kind, by the word a scenario uses."""
@@ -281,8 +294,8 @@ class Expected:
     Attributes:
         fault: Its place among the scenario's faults, from 0.
         node: Where.
-        entity: `gpu:<UUID>` (of the board that should be there), `port:<device>/<port>` or `node:`.
-        entity: `gpu:<UUID>` (of the board that should be there), `node:`, `dimm:<place>`.
+        entity: `gpu:<UUID>` (of the board that should be there), `port:<device>/<port>`, `dimm:<place>`,
+            `mount:<path>`, `disk:<name>` or `node:`.
         kind: Of the fault.
         at: Its start, seconds.
         rule: The rule that must fire.

@@ -42,7 +42,8 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             library_version
         """,
         f64="""
-            sm_clock_app_mhz mem_clock_app_mhz power_limit_requested_w power_limit_default_w power_limit_min_w power_limit_max_w
+            sm_clock_app_mhz mem_clock_app_mhz power_limit_requested_w power_limit_default_w
+            power_limit_min_w power_limit_max_w
             slowdown_temperature_c shutdown_temperature_c mem_max_temperature_c slowdown_margin_c
             shutdown_margin_c gpu_max_margin_c mem_max_margin_c
         """,
@@ -159,6 +160,41 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
         """,
         boolean="""
             in_use interface_up carrier
+        """,
+    ),
+    "disk": _of(
+        string="""
+            disk state
+        """,
+        f64="""
+            read_s_total write_s_total busy_s_total queue_s_total discard_s_total flush_s_total
+            temperature_c
+        """,
+        u64="""
+            read_bytes_total write_bytes_total read_ops_total write_ops_total in_flight
+            discard_ops_total flush_ops_total size_bytes degraded
+        """,
+        boolean="""
+            rotational
+        """,
+    ),
+    "mount": _of(
+        string="""
+            mount fstype source nfs_address canary_state canary_code
+        """,
+        f64="""
+            canary_s hung_s nfs_read_rtt_s_total nfs_read_exe_s_total nfs_write_rtt_s_total
+            nfs_write_exe_s_total nfs_getattr_rtt_s_total nfs_getattr_exe_s_total
+            nfs_lookup_rtt_s_total nfs_lookup_exe_s_total
+        """,
+        u64="""
+            size_bytes free_bytes avail_bytes inodes inodes_free nfs_read_ops_total
+            nfs_write_ops_total nfs_getattr_ops_total nfs_lookup_ops_total nfs_retransmits_total
+            nfs_timeouts_total nfs_backlog_total nfs_bad_xids_total lustre_read_bytes_total
+            lustre_write_bytes_total lustre_opens_total lustre_imports lustre_imports_down
+        """,
+        boolean="""
+            network read_only mount_read_only was_writable
         """,
     ),
     "agent": _of(

@@ -144,3 +144,11 @@ def brief(path: str) -> str | Null:
         return why(error)
     finally:
         os.close(file)
+
+
+def real(path: Path) -> str:
+    """Where a path leads in the end; itself when that cannot be said."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return str(path)

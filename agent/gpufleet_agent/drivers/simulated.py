@@ -26,6 +26,7 @@ from gpufleet_agent.drivers import (
     Ring,
     cards,
     nvidia_cards,
+    simulated_storage,
 )
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_host import CPUS, MEM_BYTES, SimulatedMachine
@@ -279,10 +280,15 @@ class SimulatedHost:
         self._gpus: tuple[SimulatedGpu, ...] = ()
         ports = SimulatedPorts(scenario, node, self._node, self._cards)
         self._machine = SimulatedMachine(scenario, node)
+        storage = simulated_storage
         self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
             "port": lambda: ports.rows(self.now()),
             "edac": lambda: self._machine.dimms(self._phase().booted_at, clock()),
             "dimm_item": self._machine.dimm_items,
+            "disk": lambda: storage.disks(scenario, node, self._phase().booted_at, clock()),
+            "disk_item": lambda: storage.disk_items(scenario, node),
+            "mount": lambda: storage.mounts(scenario, node, self._phase().booted_at, clock()),
+            "mount_item": storage.mount_items,
         }
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from gpufleet.event import Event
 from gpufleet_agent.drivers import cards
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.simulated_storage import log_lines
 from gpufleet_agent.drivers.timeline import NodePhase, Timeline
 from gpufleet_agent.kernel_log import Now, Record, State
 from gpufleet_agent.probe import mono_us, wall_us
@@ -42,6 +43,8 @@ def script(scenario: Scenario, node: str, host: Timeline[NodePhase]) -> tuple[tu
     for before, phase in zip(host.phases, host.phases[1:], strict=False):
         if phase.epoch != before.epoch and not phase.gone:
             lines.append((phase.start, DRIVER_LINE))
+    for fault in scenario.faults(node):
+        lines += log_lines(fault)
     for slot in range(scenario.gpu_count(node)):
         faults = scenario.faults(node, slot)
         for fault in faults:

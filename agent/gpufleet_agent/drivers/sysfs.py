@@ -23,9 +23,12 @@ from gpufleet_agent.drivers import (
     Progress,
     files,
 )
+from gpufleet_agent.drivers.canary import NoCanaries, StatCanaries
+from gpufleet_agent.drivers.disks import Disks
 from gpufleet_agent.drivers.edac import Edac
 from gpufleet_agent.drivers.host import Machine
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.mounts import Mounts
 from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
 from gpufleet_agent.drivers.ports import Ports
 
@@ -322,10 +325,17 @@ class SysfsHost:
         self.epoch = 1
         ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
         memory = Edac(root, time.monotonic)
+        disks = Disks(root)
+        # only this machine's own mounts can be asked
+        mounts = Mounts(root, StatCanaries() if root == Path("/") else NoCanaries())
         self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
             "port": ports.rows,
             "edac": memory.rows,
             "dimm_item": memory.items,
+            "disk": disks.rows,
+            "disk_item": disks.items,
+            "mount": mounts.rows,
+            "mount_item": mounts.items,
         }
 
     @property
