@@ -29,6 +29,7 @@ from gpufleet_agent.drivers import (
     nvidia_cards,
 )
 from gpufleet_agent.drivers.simulated_health import health
+from gpufleet_agent.drivers.simulated_loader import FIRST_PID, SimulatedLoaders
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
@@ -246,7 +247,8 @@ class SimulatedHost:
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        loaders = SimulatedLoaders(scenario, node, self._node, self._cards)
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"loader": lambda: loaders.rows(clock())}
 
     @property
     def epoch(self) -> int:
@@ -402,7 +404,9 @@ class SimulatedHost:
         """One process per card that works."""
         t = self.now()
         return [
-            Process(40_000 + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind]))
+            Process(
+                FIRST_PID + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind])
+            )
             for phase in (card.at(t) for card in self._cards)
             if phase.util and phase.listed and not phase.lost
         ]
