@@ -29,7 +29,7 @@ _STARVED_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the workers of a process do: how many run, hang on storage, sleep; and what they use per second."""
+    """What the workers of a process do: how many run, hang on storage, sleep; and their use per second."""
 
     running: int
     disk: int

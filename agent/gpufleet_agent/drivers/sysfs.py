@@ -24,6 +24,7 @@ from gpufleet_agent.drivers import (
     files,
 )
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.workers import Workers
 
 NVIDIA = "10de"
 
@@ -369,7 +370,7 @@ class SysfsHost:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"loader": Workers(root).rows}
 
     @property
     def boot_id(self) -> str:
