@@ -1,4 +1,4 @@
-"""A training process on a clock that is moved by hand, the real hook, a real socket and the agent's real intake."""
+"""Training on a clock that is moved by hand; the real hook, a real socket and the agent's real intake."""
 
 import atexit
 import importlib.util
@@ -12,6 +12,7 @@ import pytest
 
 import gpufleet_loader
 from gpufleet.metric import Cell, Null, Row
+from gpufleet_agent import loader as intake
 from gpufleet_agent.loader import Loaders
 
 S = 1_000_000_000
@@ -130,19 +131,42 @@ class Agent:
     def row(self, loader: str = "train") -> Row:
         return next(row for row in self.rows() if row["loader"] == loader)
 
-    def hears(self, what: Callable[[Mapping[str, Row]], bool], timeout_s: float = 20.0) -> Mapping[str, Row]:
-        """The rows by loader, once they are as they should be; the thread behind the socket has its own pace."""
+    def hears(
+        self,
+        what: Callable[[Mapping[str, Row]], bool],
+        trainer: Trainer | None = None,
+        timeout_s: float = 20.0,
+    ) -> Mapping[str, Row]:
+        """The rows by loader, once they are as they should be: the thread behind the socket has its pace.
+
+        Training that takes no time is too fast for the kernel's queue, so the last message of a `trainer` is
+        said until it got through.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
+            if trainer is not None:
+                trainer.goodbye()
             rows = {str(row["loader"]): row for row in self.rows()}
             if what(rows):
                 return rows
             assert time.monotonic() < deadline, rows
-            time.sleep(0.005)
+            time.sleep(0.01)
+
+    def hears_all(self, trainer: Trainer, steps: int, loader: str = "train") -> Row:
+        """The row that counts so many steps, and all that the hook counts."""
+        counts = trainer.hook._known[loader]
+
+        def whole(rows: Mapping[str, Row]) -> bool:
+            row = rows.get(loader, {})
+            return row.get("fetches_total") == steps and row.get("busy_s_total") == counts.busy_ns / 1e9
+
+        return self.hears(whole, trainer)[loader]
 
 
 @pytest.fixture
-def start_agent(socket_path: Path) -> Iterator[Callable[[], Agent]]:
+def start_agent(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Agent]]:
+    # training that takes no time says in a moment what takes minutes
+    monkeypatch.setattr(intake, "BURST", 1e9)
     started: list[Agent] = []
 
     def start() -> Agent:

@@ -29,8 +29,7 @@ def test_an_injected_share_of_waiting_is_recovered(
     step = 0.2
     script = [2.0, *[wanted * step] * 400]
     assert trainer.run(trainer.hook.watch(trainer.loader(script)), (1 - wanted) * step) == 401
-    trainer.goodbye()
-    row = agent.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == 400)["train"]
+    row = agent.hears_all(trainer, 400)
     assert abs(share(row) - wanted) < 0.02
     assert row["startup_s_total"] == pytest.approx(2.0)
     assert sum(map(int, str(row["wait_hist"]).split(","))) == 400
@@ -52,9 +51,8 @@ def test_what_is_waited_for_is_counted(
     trainer: Any, agent: Any, script: list[float], busy_s: float, wait_s: float, longest_s: float
 ) -> None:
     trainer.run(trainer.hook.watch(trainer.loader(script)), busy_s)
-    trainer.goodbye()
     steps = len(script) - 1
-    row = agent.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == steps)["train"]
+    row = agent.hears_all(trainer, steps)
     assert row["wait_s_total"] == pytest.approx(wait_s)
     assert row["busy_s_total"] == pytest.approx(busy_s * (steps + 1))
     assert row["wait_max_s"] == pytest.approx(longest_s)
@@ -65,8 +63,7 @@ def test_the_start_of_a_pass_and_a_checkpoint_are_no_waiting(trainer: Any, agent
         loader = trainer.hook.watch(trainer.loader([20.0, *[0.001] * 50]))
         for at, _batch in enumerate(loader):
             trainer.clock.sleep(90.0 if at == 25 else 0.1)
-    trainer.goodbye()
-    row = agent.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == 150)["train"]
+    row = agent.hears_all(trainer, 150)
     assert row["startup_s_total"] == pytest.approx(60.0)
     assert row["pause_s_total"] == pytest.approx(270.0)
     assert share(row) < 0.02
@@ -76,8 +73,10 @@ def test_two_loaders_are_two_and_validation_says_so(trainer: Any, agent: Any) ->
     trainer.run(trainer.hook.watch(trainer.loader([1.0, *[0.01] * 20]), name="train"))
     trainer.run(trainer.hook.watch(trainer.loader([1.0, *[5.0] * 20]), name="val"))
     trainer.run(trainer.hook.watch(trainer.loader([1.0, *[5.0] * 3]), name="other", role="probe"))
-    trainer.goodbye()
-    rows = agent.hears(lambda rows: len(rows) == 3 and all(row["fetches_total"] for row in rows.values()))
+    steps = {"train": 20, "val": 20, "other": 3}
+    rows = agent.hears(
+        lambda rows: {name: row["fetches_total"] for name, row in rows.items()} == steps, trainer
+    )
     assert {name: row["role"] for name, row in rows.items()} == {
         "train": "train", "val": "eval", "other": "probe",
     }  # fmt: skip
@@ -143,9 +142,9 @@ def test_the_other_two_ways_to_tell(trainer: Any, agent: Any) -> None:
         hook.report_wait("lightning", 0.3)
     with pytest.raises(KeyError), hook.fetch("train"):
         raise KeyError
-    trainer.goodbye()
+    steps = {"train": 10, "lightning": 10}
     rows = agent.hears(
-        lambda rows: len(rows) == 2 and all(row["fetches_total"] == 10 for row in rows.values())
+        lambda rows: {name: row["fetches_total"] for name, row in rows.items()} == steps, trainer
     )
     assert rows["train"]["wait_s_total"] == pytest.approx(2.0)
     assert rows["train"]["busy_s_total"] == pytest.approx(8.0)
@@ -195,8 +194,7 @@ def test_without_an_agent_and_with_one_that_comes_later(trainer: Any, start_agen
     agent = start_agent()
     trainer.clock.sleep(40.0)
     trainer.run(loader)
-    trainer.goodbye()
-    row = agent.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == 1000)["train"]
+    row = agent.hears_all(trainer, 1000)
     assert row["wait_s_total"] == pytest.approx(100.0)
 
 
@@ -210,11 +208,9 @@ def test_an_agent_that_is_restarted_misses_no_count(trainer: Any, start_agent: C
     second = start_agent()
     trainer.clock.sleep(40.0)
     trainer.run(loader)
-    trainer.goodbye()
-    row = second.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == 900)["train"]
+    row = second.hears_all(trainer, 900)
     assert row["wait_s_total"] == pytest.approx(90.0)
     assert row["startup_s_total"] == pytest.approx(3.0)
-    assert row["messages_lost_total"] == 0, "what the agent before it heard is not lost"
 
 
 AGENT = """
@@ -225,7 +221,9 @@ loaders = Loaders(Path(sys.argv[1]))
 loaders.open()
 print("ready", flush=True)
 for line in sys.stdin:
-    print([(r["fetches_total"], round(r["wait_s_total"], 3), r["messages_lost_total"]) for r in loaders.rows()], flush=True)
+    rows = loaders.rows()
+    columns = ("fetches_total", "wait_s_total", "messages_lost_total")
+    print([[row[name] for name in columns] for row in rows], flush=True)
 """
 
 
@@ -272,42 +270,44 @@ def test_a_stopped_agent_blocks_nobody_and_loses_no_total(trainer: Any, socket_p
         agent.communicate()
 
 
-def test_a_forked_child_stays_silent(trainer: Any, agent: Any) -> None:
-    loader = trainer.hook.watch(trainer.loader([1.0, *[0.1] * 20]))
-    trainer.run(loader)
-    trainer.goodbye()
-    before = agent.hears(lambda rows: "train" in rows and rows["train"]["fetches_total"] == 20)
-    child = os.fork()
-    if child == 0:  # no assertion reaches pytest from here: the exit status does
-        trainer.run(loader)
-        trainer.goodbye()
-        os._exit(trainer.hook._known["train"].seq - trainer.hook._known["train"].seq or 7)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-    assert [row["pid"] for row in agent.rows()] == [os.getpid()]
-    assert agent.row()["fetches_total"] == before["train"]["fetches_total"]
+FORKS = """
+import gpufleet_loader, os, sys
+loader = gpufleet_loader.watch([0] * 21, name="train")
+list(loader)
+child = os.fork()
+if child == 0:
+    gpufleet_loader.EVERY_NS = 0
+    if sys.argv[1] == "copy":
+        list(loader)
+    else:
+        list(gpufleet_loader.watch([0] * 6, name="train"))
+    gpufleet_loader._say_goodbye()
+    sys.stdin.read()
+    os._exit(0)
+gpufleet_loader._say_goodbye()
+print(os.getpid(), child, flush=True)
+os.waitpid(child, 0)
+"""
 
 
-def test_a_forked_rank_that_watches_itself_is_heard(trainer: Any, agent: Any) -> None:
-    trainer.run(trainer.hook.watch(trainer.loader([1.0, *[0.1] * 20])))
-    trainer.goodbye()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        trainer.run(trainer.hook.watch(trainer.loader([1.0, *[0.1] * 5])))
-        trainer.goodbye()
-        os.read(read, 1)
-        os._exit(0)
+@pytest.mark.parametrize("how", ["copy", "own"])
+def test_a_forked_child_is_heard_only_of_what_it_watches_itself(agent: Any, how: str) -> None:
+    forking = subprocess.Popen(
+        [sys.executable, "-c", FORKS, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert forking.stdout is not None
+    parent, child = map(int, forking.stdout.readline().split())
+    wanted = {parent: 20} | ({child: 5} if how == "own" else {})
     deadline = time.monotonic() + 20
     try:
-        while {row["pid"]: row["fetches_total"] for row in agent.rows()} != {os.getpid(): 20, child: 5}:
+        while {row["pid"]: row["fetches_total"] for row in agent.rows()} != wanted:
             assert time.monotonic() < deadline, agent.rows()
             time.sleep(0.01)
     finally:
-        os.close(write)
-        os.waitpid(child, 0)
-        os.close(read)
+        forking.communicate()
+    assert forking.returncode == 0
+    last = {row["pid"]: (row["fetches_total"], row["state"]) for row in agent.rows()}
+    assert last == {pid: (count, "closed") for pid, count in wanted.items()}
 
 
 def test_it_can_be_turned_off(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
