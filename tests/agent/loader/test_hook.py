@@ -1,6 +1,7 @@
 """The hook inside somebody else's training: what it counts, and that it never gets in the way."""
 
 import ast
+import json
 import os
 import signal
 import subprocess
@@ -182,7 +183,7 @@ def test_ranks_come_from_the_launcher(
     for name, text in set_.items():
         monkeypatch.setenv(name, text)
     trainer.hook.watch([1])
-    message = trainer.hook._known["train"].message()
+    message = json.loads(trainer.hook._known["train"].message())
     assert (message["rank"], message["local_rank"], message["world"]) == told
 
 
