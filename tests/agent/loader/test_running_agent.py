@@ -85,8 +85,8 @@ def test_training_beside_an_agent(tmp_path: Path) -> None:
         until(lambda: told("live"))
         trainer.communicate()
         until(lambda: told("closed", "29"))
-        looked = [row for row in spooled(state / "spool.db", "agent") if row["probe"] == "loader"]
-        assert looked, "the sampler looked for workers"
+        # the sampler looked for workers
+        until(lambda: any(row["probe"] == "loader" for row in spooled(state / "spool.db", "agent")))
         agent.send_signal(signal.SIGTERM)
         _, errors = agent.communicate(timeout=20)
         assert agent.returncode == 0
