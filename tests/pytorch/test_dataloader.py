@@ -62,7 +62,8 @@ def test_a_real_dataloader_is_measured_right(tmp_path: Path, loaders: Loaders, w
         time.sleep(0.1)
     (row,) = told
     wait = float(str(row["wait_s_total"]))
-    assert wait == pytest.approx(own["wait_s"], rel=0.03, abs=0.01)
+    # what the hook does itself and what the machine does in between is in the other figure
+    assert wait == pytest.approx(own["wait_s"], rel=0.03, abs=0.001 * own["fetches"])
     assert (row["workers"], str(row["lib"])[:6]) == (workers, "torch-")
     assert most == workers, "workers are known by their name"
     assert isinstance(row["starved_total"], Null) == (workers == 0)
