@@ -222,8 +222,11 @@ class Loaders:
             try:
                 # no room behind the credentials: the kernel drops descriptors that somebody sends along
                 data, ancillary, flags, _ = listening.recvmsg(MOST_BYTES + 1, _ANCILLARY)
-            except OSError:
-                return
+            except OSError as error:
+                data, ancillary, flags = b"", [], 0
+                if self._socket is not None:
+                    log.warning("%s: %s", self._path, error)
+                    time.sleep(1.0)
             if self._socket is None:
                 return
             if not self._take(data, ancillary, flags):

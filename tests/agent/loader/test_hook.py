@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,22 @@ def test_it_is_one_file_for_python_3_8_of_the_standard_library_alone() -> None:
         name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
     } | {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+def test_its_wheel_is_that_file_and_nothing_else(tmp_path: Path) -> None:
+    home = Path(str(gpufleet_loader.__file__)).parent
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=home, check=True, capture_output=True)
+    (wheel,) = tmp_path.iterdir()
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if ".dist-info/" not in name}
+        about = next(name for name in packed.namelist() if name.endswith("METADATA"))
+        text = packed.read(about).decode()
+    assert names == {"gpufleet_loader/__init__.py", "gpufleet_loader/py.typed"}
+    assert f"Version: {gpufleet_loader.__version__}\n" in text
+    assert "Requires-Python: >=3.8\n" in text
+    assert "License-Expression: Apache-2.0\n" in text
+    assert "Requires-Dist" not in text
 
 
 def test_a_process_that_ends_sends_what_it_has(agent: Any, socket_path: Path) -> None:
