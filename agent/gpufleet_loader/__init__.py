@@ -365,26 +365,53 @@ def huggingface_callback(name: str = "train") -> object:
     )
 
 
+class _Steps:
+    """Times fetches by the steps around them: from the end of one to the beginning of the next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = 0
+        self.fetched = True
+
+    def began(self) -> None:
+        """A step begins: its batch is there."""
+        counts, now = _counts(self.name, None), _clock()
+        if self.ended and self.fetched:
+            counts.last = counts.add(counts.last, self.ended, now)
+            return
+        if self.ended:
+            counts.busy_ns += self.ended - counts.last
+            counts.pause_ns += now - self.ended
+        counts.last = now
+
+    def end(self) -> None:
+        """A step ended: the next batch is fetched."""
+        self.ended, self.fetched = _clock(), True
+
+    def pause(self) -> None:
+        """Something else than a fetch comes in between."""
+        self.fetched = False
+
+
 def _callback(
     base: type, name: str, began: tuple[str, ...], ended: tuple[str, ...], between: tuple[str, ...]
 ) -> object:
     """An instance of a subclass of `base` whose hooks measure."""
-    since: list[int | None] = [None]
+    steps = _Steps(name)
 
-    def on_begin(*_: object, **__: object) -> None:
-        if since[0] is not None:
-            report_wait(name, (_clock() - since[0]) / 1e9)
-        since[0] = None
+    def calls(method: Callable[[], None]) -> Callable[..., None]:
+        def hook(*_: object, **__: object) -> None:
+            try:
+                if not _disabled():
+                    method()
+            except Exception:
+                _fail()
 
-    def on_end(*_: object, **__: object) -> None:
-        since[0] = _clock()
-
-    def on_other(*_: object, **__: object) -> None:
-        since[0] = None
+        return hook
 
     hooks: dict[str, object] = {}
-    for names, hook in ((began, on_begin), (ended, on_end), (between, on_other)):
-        hooks.update(dict.fromkeys(names, hook))
+    for names, method in ((began, steps.began), (ended, steps.end), (between, steps.pause)):
+        hooks.update(dict.fromkeys(names, calls(method)))
     return cast(object, type("GpufleetLoader", (base,), hooks)())
 
 
