@@ -289,6 +289,8 @@ class _Batches:
         return batch
 
     def __getattr__(self, name: str) -> object:
+        if name in _Batches.__slots__:
+            raise AttributeError(name)
         return getattr(self._batches, name)
 
     def _end(self, began: int) -> None:
@@ -417,6 +419,7 @@ def _callback(
 
 _known: dict[str, _Counts] = {}
 _socket: socket.socket | None = None
+_inode = 0
 _failing = threading.Lock()
 
 
@@ -437,15 +440,28 @@ def _counts(name: str, role: str | None) -> _Counts:
 
 def _send(data: bytes) -> bool:
     """Hand a datagram to the agent; False when that cannot be done at once."""
-    global _socket
     try:
-        if _socket is None:
-            _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            _socket.setblocking(False)
-        _socket.sendto(data, os.environ.get("GPUFLEET_LOADER_SOCK") or SOCKET)
+        _ours().sendto(data, os.environ.get("GPUFLEET_LOADER_SOCK") or SOCKET)
     except OSError:
         return False
     return True
+
+
+def _ours() -> socket.socket:
+    """The socket. The program may have closed its descriptor, and that number be something of its own now."""
+    global _socket, _inode
+    if _socket is not None:
+        try:
+            if os.fstat(_socket.fileno()).st_ino == _inode:
+                return _socket
+        except OSError:
+            pass
+        _socket.detach()
+        _socket = None
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    _socket, _inode = made, os.fstat(made.fileno()).st_ino
+    return made
 
 
 def _disabled() -> bool:

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -333,6 +334,20 @@ def test_a_failure_of_its_own_turns_it_off_and_is_counted(trainer: Any, agent: A
     assert trainer.run(loader) == 50
     assert trainer.hook.failures == 1
     assert agent.rows() == []
+
+
+def test_a_descriptor_that_the_program_took_is_the_programs(trainer: Any, agent: Any) -> None:
+    loader = trainer.hook.watch(trainer.loader([1.0, *[0.1] * 20]))
+    trainer.run(loader)
+    taken = trainer.hook._socket.fileno()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        os.dup2(ours.fileno(), taken)  # as after closing every descriptor and opening files of its own
+        trainer.run(loader)
+        agent.hears_all(trainer, 40)
+        os.write(taken, b"the program's own")
+        assert theirs.recv(1000) == b"the program's own"
+        os.close(taken)
 
 
 class TorchLike:
