@@ -196,6 +196,14 @@ KINDS: dict[str, Kind] = {
     "mount_hung": Kind(False, {"mount": Accepts("/data", words=_MOUNTS)}, entity="mount:{mount}"),
     "mount_read_only": Kind(False, {"mount": Accepts("/scratch", words=_MOUNTS)}, entity="mount:{mount}"),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
+    "data_starved": Kind(
+        True,
+        {
+            "share": Accepts(0.3, 0.0, 0.95),
+            "cause": Accepts("storage", words=("storage", "nfs_hung", "cpu", "remote", "no_workers")),
+            "hook": Accepts("yes", words=("yes", "no")),
+        },
+    ),
 }
 """Every fault kind, by the word a scenario uses."""
 

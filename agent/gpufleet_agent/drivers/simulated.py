@@ -30,6 +30,7 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_host import CPUS, MEM_BYTES, SimulatedMachine
+from gpufleet_agent.drivers.simulated_loader import FIRST_PID, SimulatedLoaders
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.simulated_nvlink import links
 from gpufleet_agent.drivers.simulated_pcie import way
@@ -281,6 +282,7 @@ class SimulatedHost:
         ports = SimulatedPorts(scenario, node, self._node, self._cards)
         self._machine = SimulatedMachine(scenario, node)
         storage = simulated_storage
+        loaders = SimulatedLoaders(scenario, node, self._node, self._cards)
         self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
             "port": lambda: ports.rows(self.now()),
             "edac": lambda: self._machine.dimms(self._phase().booted_at, clock()),
@@ -289,6 +291,7 @@ class SimulatedHost:
             "disk_item": lambda: storage.disk_items(scenario, node),
             "mount": lambda: storage.mounts(scenario, node, self._phase().booted_at, clock()),
             "mount_item": storage.mount_items,
+            "loader": lambda: loaders.rows(clock()),
         }
 
     @property
@@ -422,7 +425,9 @@ class SimulatedHost:
         """One process per card that works."""
         t = self.now()
         return [
-            Process(40_000 + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind]))
+            Process(
+                FIRST_PID + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind])
+            )
             for phase in (card.at(t) for card in self._cards)
             if phase.util and phase.listed and not phase.lost
         ]

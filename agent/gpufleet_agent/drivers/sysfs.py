@@ -31,6 +31,7 @@ from gpufleet_agent.drivers.kmsg import KernelLog
 from gpufleet_agent.drivers.mounts import Mounts
 from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
 from gpufleet_agent.drivers.ports import Ports
+from gpufleet_agent.drivers.workers import Workers
 
 NVIDIA = "10de"
 
@@ -336,6 +337,7 @@ class SysfsHost:
             "disk_item": disks.items,
             "mount": mounts.rows,
             "mount_item": mounts.items,
+            "loader": Workers(root).rows,
         }
 
     @property

@@ -18,6 +18,7 @@ SECTIONS = {
     "host": "`host`, every",
     "port": "`port`, every",
     "edac": "`edac`, every",
+    "loader": "`loader`, every",
 }
 
 
