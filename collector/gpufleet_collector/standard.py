@@ -26,13 +26,14 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             power_w_min power_w_p10 power_limit_w mem_util_pct mem_clock_mhz temperature_c
             temperature_margin_c mem_temperature_c power_cap_s_total sync_boost_s_total
             sw_thermal_s_total hw_thermal_s_total hw_brake_s_total energy_j_total
+            sm_active_pct sm_occupancy_pct tensor_active_pct mem_active_pct fan_pct
         """,
         i64="""
             gpu_index
         """,
         u64="""
             mem_used_bytes mem_total_bytes pstate clock_reasons pcie_gen pcie_gen_max pcie_width
-            pcie_width_max driver_epoch
+            pcie_width_max pcie_tx_bytes_total pcie_rx_bytes_total driver_epoch
         """,
     ),
     "gpu_health": _of(
@@ -41,6 +42,7 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             library_version
         """,
         f64="""
+            sm_clock_app_mhz mem_clock_app_mhz
             power_limit_requested_w power_limit_default_w power_limit_min_w power_limit_max_w
             slowdown_temperature_c shutdown_temperature_c mem_max_temperature_c slowdown_margin_c
             shutdown_margin_c gpu_max_margin_c mem_max_margin_c
