@@ -11,7 +11,7 @@ from gpufleet_collector.decode import Entry, Layout, Shape
 
 _WORDS = {int(reason): reason.name.lower() for reason in Reason}
 _UNSAID = "failed"
-_LOGS = frozenset({"agent", "bench"})
+_LOGS = frozenset({"agent", "bench", "job"})
 """Tables in which a NULL is part of what the row says."""
 
 MAX_KNOWN = 16_384

@@ -101,6 +101,20 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             swap_used_bytes
         """,
     ),
+    "job": _of(
+        string="""
+            gpu_uuid pci job_kind job_id job_step container user command
+        """,
+        f64="""
+            psi_io_some_s_total psi_io_full_s_total psi_cpu_some_s_total psi_memory_full_s_total
+        """,
+        i64="""
+            gpu_index
+        """,
+        u64="""
+            pid pid_start uid rank local_rank world mem_used_bytes
+        """,
+    ),
     "agent": _of(
         string="""
             probe error

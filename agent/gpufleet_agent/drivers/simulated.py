@@ -29,6 +29,7 @@ from gpufleet_agent.drivers import (
     nvidia_cards,
 )
 from gpufleet_agent.drivers.simulated_health import health
+from gpufleet_agent.drivers.simulated_jobs import FIRST_PID, SimulatedJobs
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
@@ -242,6 +243,7 @@ class SimulatedHost:
         self._node = node_timeline(scenario, node)
         slots = range(scenario.gpu_count(node))
         self._cards = [card_timeline(scenario, node, slot, self._node) for slot in slots]
+        self._jobs = SimulatedJobs(scenario, node)
         lines = script(scenario, node, self._node)
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
@@ -402,10 +404,16 @@ class SimulatedHost:
         """One process per card that works."""
         t = self.now()
         return [
-            Process(40_000 + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind]))
+            Process(
+                FIRST_PID + phase.board.slot, phase.board.pci, int(self.model.mem_bytes * _USED[phase.kind])
+            )
             for phase in (card.at(t) for card in self._cards)
             if phase.util and phase.listed and not phase.lost
         ]
+
+    def process(self, pid: int) -> Row:
+        """Who it belongs to, as the scenario's loads have it."""
+        return self._jobs.process(pid, self.now(), self._phase(), 0.002, 0.004)
 
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """`h2d` of the card that `pci` or `gpu_uuid` names; `unsupported` for other benches."""

@@ -23,6 +23,7 @@ from gpufleet_agent.drivers import (
     Progress,
     files,
 )
+from gpufleet_agent.drivers.jobs import Jobs
 from gpufleet_agent.drivers.kmsg import KernelLog
 
 NVIDIA = "10de"
@@ -250,7 +251,7 @@ class Sysfs:
         row.update(_loadavg(files.read(proc / "loadavg")))
         row.update(_meminfo(files.read(proc / "meminfo")))
         for name, kind in _PRESSURES:
-            row[f"psi_{name}_{kind}_s_total"] = _pressure(files.read(proc / "pressure" / name), kind)
+            row[f"psi_{name}_{kind}_s_total"] = files.pressure(files.read(proc / "pressure" / name), kind)
         row["uptime_s"] = files.parsed(
             files.read(proc / "uptime"), lambda text: files.number(text.split()[0])
         )
@@ -367,6 +368,7 @@ class SysfsHost:
 
     def __init__(self, root: Path = Path("/"), ask_driver: bool = True) -> None:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
+        self.jobs = Jobs(root)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
         self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
@@ -417,6 +419,10 @@ class SysfsHost:
     def processes(self) -> Sequence[Process]:
         """None."""
         return ()
+
+    def process(self, pid: int) -> Row:
+        """Who it belongs to, by /proc."""
+        return self.jobs.process(pid)
 
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """There is no card to run on."""
@@ -529,10 +535,3 @@ def _meminfo(text: str | Null) -> dict[str, Cell]:
         "mem_available_bytes": files.parsed(text, lambda _: size("MemAvailable")),
         "swap_used_bytes": files.parsed(text, lambda _: max(0, size("SwapTotal") - size("SwapFree"))),
     }
-
-
-def _pressure(text: str | Null, kind: str) -> Cell:
-    if isinstance(text, Null):
-        return text
-    found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
-    return int(found[1]) / 1e6 if found else files.UNPARSABLE

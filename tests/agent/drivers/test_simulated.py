@@ -70,7 +70,9 @@ def test_every_probe_row_of_every_host_is_plausible_and_whole(clock: Clock) -> N
                 gpu_probe.tick(host)
             for name, probe in PROBES.items():
                 sweep = run_probe(name, probe, host, pytest.fail)
-                assert sweep.error == ("driver_not_loaded" if gone and name.startswith("gpu") else "")
+                assert sweep.error == (
+                    "driver_not_loaded" if gone and name in ("gpu", "gpu_health", "job") else ""
+                )
                 bad = {Reason.IMPLAUSIBLE, Reason.NOT_READ, Reason.NO_PERMISSION}
                 assert not any(reason in bad for reasons in sweep.reasons for reason in reasons)
 

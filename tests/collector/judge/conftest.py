@@ -9,7 +9,7 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, job, pci
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -22,6 +22,7 @@ PROBES: dict[str, tuple[Metric, ...]] = {
     "gpu_health": gpu_health.METRICS,
     "pci": pci.METRICS,
     "host": host.METRICS,
+    "job": job.METRICS,
     "agent": agent.METRICS,
     "bench": benches.METRICS,
 }
