@@ -127,6 +127,14 @@ KINDS: dict[str, Kind] = {
     "fabric_stuck": Kind(True, {"state": Accepts("in_progress", words=("in_progress", "not_started"))}),
     "xid": Kind(True, {"code": Accepts(31, 1, 9999), "text": Accepts("")}, until=False),
     "library_upgraded": Kind(False, {"version": Accepts("570.172.08")}),
+    "data_starved": Kind(
+        True,
+        {
+            "share": Accepts(0.3, 0.0, 0.95),
+            "cause": Accepts("storage", words=("storage", "nfs_hung", "cpu", "remote", "no_workers")),
+            "hook": Accepts("yes", words=("yes", "no")),
+        },
+    ),
 }
 """Every fault kind, by the word a scenario uses."""
 

@@ -11,8 +11,8 @@ from gpufleet_collector.decode import Entry, Layout, Shape
 
 _WORDS = {int(reason): reason.name.lower() for reason in Reason}
 _UNSAID = "failed"
-_LOGS = frozenset({"agent", "bench", "job"})
-"""Tables in which a NULL is part of what the row says."""
+_LOGS = frozenset({"agent", "bench", "job", "loader"})
+"""Tables in which a NULL is part of what the row says, or that are about processes, which come and go."""
 
 MAX_KNOWN = 16_384
 """NULLs remembered per node and probe; an agent that has more than that is making them up."""

@@ -115,6 +115,20 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             pid pid_start uid rank local_rank world mem_used_bytes
         """,
     ),
+    "loader": _of(
+        string="""
+            source loader state role lib wait_hist
+        """,
+        f64="""
+            wait_s_total busy_s_total startup_s_total pause_s_total wait_max_s worker_cpu_s_total
+            worker_runqueue_s_total
+        """,
+        u64="""
+            pid pid_start uid rank local_rank world fetches_total starved_total ready prefetch workers
+            workers_running workers_disk workers_sleeping worker_read_bytes_total worker_read_chars_total
+            messages_lost_total
+        """,
+    ),
     "agent": _of(
         string="""
             probe error

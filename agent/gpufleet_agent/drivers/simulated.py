@@ -29,7 +29,8 @@ from gpufleet_agent.drivers import (
     nvidia_cards,
 )
 from gpufleet_agent.drivers.simulated_health import health
-from gpufleet_agent.drivers.simulated_jobs import FIRST_PID, SimulatedJobs
+from gpufleet_agent.drivers.simulated_jobs import SimulatedJobs
+from gpufleet_agent.drivers.simulated_loader import FIRST_PID, SimulatedLoaders
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.timeline import CardPhase, NodePhase, card_timeline, node_timeline, noise
 from gpufleet_agent.scenario import Scenario
@@ -243,12 +244,13 @@ class SimulatedHost:
         self._node = node_timeline(scenario, node)
         slots = range(scenario.gpu_count(node))
         self._cards = [card_timeline(scenario, node, slot, self._node) for slot in slots]
-        self._jobs = SimulatedJobs(scenario, node)
         lines = script(scenario, node, self._node)
         self._log = SimulatedLog(lines, self._node, clock, lambda: self.boot_id, self._uuid_at)
         self._listed: tuple[int, tuple[cards.Board, ...]] = (0, ())
         self._gpus: tuple[SimulatedGpu, ...] = ()
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        loaders = SimulatedLoaders(scenario, node, self._node, self._cards)
+        self._jobs = SimulatedJobs(scenario, node, loaders.pid_start)
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"loader": lambda: loaders.rows(clock())}
 
     @property
     def epoch(self) -> int:

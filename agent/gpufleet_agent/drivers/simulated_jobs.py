@@ -4,16 +4,15 @@ A load that trains is a Slurm job with a rank per card, one that serves (inferen
 no load names work for a job of their host. Pure: what a process is follows from the scenario and the time.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 
 from gpufleet.metric import Cell, Null, Reason
 from gpufleet_agent.drivers import cards
 from gpufleet_agent.drivers.jobs import COLUMNS
+from gpufleet_agent.drivers.simulated_loader import FIRST_PID
 from gpufleet_agent.drivers.timeline import NodePhase
 from gpufleet_agent.scenario import Load, Scenario, matches, select
-
-FIRST_PID = 40_000
-"""Of the process on the card in slot 0."""
 
 _USERS = ("ana", "ben", "chen", "dana", "eli", "femi")
 _FIRST_UID = 2001
@@ -29,9 +28,11 @@ class SimulatedJobs:
     Args:
         scenario: What the fleet goes through.
         node: The host.
+        pid_start: When the process that trains on the card of a slot began, in ticks; None = none does.
     """
 
-    def __init__(self, scenario: Scenario, node: str) -> None:
+    def __init__(self, scenario: Scenario, node: str, pid_start: Callable[[int, float], int | None]) -> None:
+        self._pid_start = pid_start
         self._scenario = scenario
         self._node = node
         self._count = scenario.gpu_count(node)
@@ -48,7 +49,7 @@ class SimulatedJobs:
         begun = max(load.at, host.booted_at) - host.booted_at
         up = max(0.0, t - host.booted_at - begun)
         row: dict[str, Cell] = {
-            "pid_start": int(begun * _TICKS) + 3000 + slot,
+            "pid_start": self._pid_start(slot, t) or int(begun * _TICKS) + 3000 + slot,
             "command": "python3" if load.kind == "train" else "vllm",
             "psi_io_some_s_total": share_io * up,
             "psi_io_full_s_total": share_io / 2 * up,

@@ -25,6 +25,7 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.jobs import Jobs
 from gpufleet_agent.drivers.kmsg import KernelLog
+from gpufleet_agent.drivers.workers import Workers
 
 NVIDIA = "10de"
 
@@ -371,7 +372,7 @@ class SysfsHost:
         self.jobs = Jobs(root)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
-        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {}
+        self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {"loader": Workers(root).rows}
 
     @property
     def boot_id(self) -> str:

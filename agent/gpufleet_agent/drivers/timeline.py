@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from gpufleet_agent.drivers import cards
-from gpufleet_agent.scenario import Fault, Load, Scenario
+from gpufleet_agent.scenario import Cards, Fault, Load, Scenario, matches, select
 
 IDLE = 1
 POWER_CAP = 4
@@ -25,6 +25,10 @@ _SETTLE_S = 40.0
 _OVERHEAT_S = 8.0
 _BUSY = 85.0
 _CLOCK_POWER = 1.6
+_SPIN = 0.6
+"""What a step's wait for other cards takes off the power: less than computing, more than nothing."""
+
+_MOST_SLOTS = 16
 _MASK = (1 << 64) - 1
 
 
@@ -113,7 +117,8 @@ class CardPhase:
     """What holds for a card from `start` on.
 
     `cut` marks what holds in the slowed part of each ten seconds (`duty` of them) while hardware cuts the
-    clock. `gen` is the link's generation under load.
+    clock. `gen` is the link's generation under load. `starved` is the part of each step in which the card
+    waits for data, `slowed` that in which some card of its job does: the others wait for it in collectives.
     """
 
     start: float
@@ -156,6 +161,8 @@ class CardPhase:
     fabric: str = "completed"
     rates: Errors = Errors()
     errors_before: Errors = Errors()
+    starved: float = 0.0
+    slowed: float = 0.0
 
     def is_cut(self, t: float) -> bool:
         """Whether hardware slows the card at this very moment."""
@@ -241,17 +248,52 @@ def card_timeline(scenario: Scenario, node: str, slot: int, host: Timeline[NodeP
     times = [one.start for one in host.phases] + [
         when for load in loads for when in (load.at, load.until) if when is not None
     ]
+    starvations = [fault for fault in scenario.fault if fault.kind == "data_starved"]
     phases: list[CardPhase] = []
-    for start in _starts(faults, times):
+    for start in _starts((*faults, *starvations), times):
         swapped = sum(when <= start for when in _swaps(faults))
         board = cards.board(scenario.fleet.seed, node, slot, swapped, model)
         active = [fault for fault in faults if fault.active(start)]
-        load = [one for one in loads if one.at <= start and (one.until is None or start < one.until)][-1]
-        phase = _phase(start, model, board, host.at(start), load, active)
+        load = load_at(loads, start)
+        phase = _phase(
+            start, model, board, host.at(start), load, active, slowest(scenario, node, load, start)
+        )
         phase = _healthy(_seen(phase, active, host), active)
         begun = [fault for fault in active if fault.at == start]
         phases.append(_continue(phase, phases, model, scenario, node, begun))
     return Timeline(phases)
+
+
+def load_at(loads: Sequence[Load], t: float) -> Load:
+    """The load that a card has at `t`: the last that holds."""
+    return [one for one in loads if one.at <= t and (one.until is None or t < one.until)][-1]
+
+
+def slowest(scenario: Scenario, node: str, load: Load, t: float) -> float:
+    """The largest part of a step that some card of the same job waits for data.
+
+    Cards that one `[[load]]` trains are one job; without one, the cards of a host are.
+    """
+    share = 0.0
+    for fault in scenario.fault:
+        if fault.kind != "data_starved" or not fault.active(t) or load.kind != "train":
+            continue
+        if load in scenario.load:
+            meets = any(
+                matches(fault.node, name) and _meet(load.gpu, fault.gpu)
+                for name in scenario.node_names()
+                if matches(load.node, name)
+            )
+        else:
+            meets = matches(fault.node, node)
+        if meets:
+            share = max(share, fault.number("share"))
+    return share
+
+
+def _meet(one: Cards, other: Cards | None) -> bool:
+    """Whether two choices of cards have one in common."""
+    return bool({*select(one, _MOST_SLOTS)} & {*select(other, _MOST_SLOTS)})
 
 
 def _starts(faults: Iterable[Fault], times: Iterable[float]) -> list[float]:
@@ -272,6 +314,7 @@ def _phase(
     host: NodePhase,
     load: Load,
     active: Sequence[Fault],
+    slowed: float,
 ) -> CardPhase:
     """Load, clocks, power and heat, without what came before."""
     if host.down:
@@ -285,11 +328,16 @@ def _phase(
         )
     util = _USUAL_UTIL[load.kind] if load.util is None else load.util
     phase = CardPhase(start, board, host.epoch, kind=load.kind if util else "idle", util=util)
+    if phase.kind == "train":
+        shares = [fault.number("share") for fault in active if fault.kind == "data_starved"]
+        phase = replace(phase, starved=max(shares, default=0.0), slowed=slowed)
+        # who waits for data is idle; who waits for the others' data spins in a collective and looks busy
+        phase = replace(phase, util=util * (1 - phase.starved))
     phase = _clocks(replace(phase, limit_w=model.power_limit_w), model, active)
     phase = replace(
         phase,
-        power=_power(model, board, phase.clock, util, phase.limit_w),
-        power_cut=_power(model, board, phase.clock_cut, util, phase.limit_w),
+        power=_power(model, board, phase.clock, phase, util),
+        power_cut=_power(model, board, phase.clock_cut, phase, util),
         gen=model.pcie_gen,
     )
     mean = phase.power + (phase.power_cut - phase.power) * phase.duty
@@ -348,13 +396,14 @@ def _capped(model: cards.Model, fault: Fault, limit: float) -> float:
     return min(1.0, math.pow(left, 1 / _CLOCK_POWER))
 
 
-def _power(model: cards.Model, board: cards.Board, clock: float, util: float, limit: float) -> float:
+def _power(model: cards.Model, board: cards.Board, clock: float, phase: CardPhase, util: float) -> float:
     if not util:
         return model.power_idle_w * (1 + 0.03 * (board.key % 5 - 2))
     full = cards.busy_clock_mhz(model, board)
     strength = math.pow(min(1.0, util / _USUAL_UTIL["train"]), 0.8) * math.pow(clock / full, _CLOCK_POWER)
-    power = model.power_idle_w + (model.power_busy_w - model.power_idle_w) * strength
-    return min(power, 0.985 * limit)
+    dynamic = (model.power_busy_w - model.power_idle_w) * strength
+    waits = phase.starved + _SPIN * max(0.0, phase.slowed - phase.starved)
+    return min(model.power_idle_w + dynamic * (1 - waits), 0.985 * phase.limit_w)
 
 
 def _seen(phase: CardPhase, active: Sequence[Fault], host: Timeline[NodePhase]) -> CardPhase:

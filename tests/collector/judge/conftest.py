@@ -9,7 +9,7 @@ import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, job, pci
+from gpufleet_agent.probes import agent, gpu, gpu_health, host, job, loader, pci
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.rules import load_rules
@@ -23,6 +23,7 @@ PROBES: dict[str, tuple[Metric, ...]] = {
     "pci": pci.METRICS,
     "host": host.METRICS,
     "job": job.METRICS,
+    "loader": loader.METRICS,
     "agent": agent.METRICS,
     "bench": benches.METRICS,
 }
