@@ -60,6 +60,7 @@ GPU_COLUMNS = {
 """What the state of a card shows; NULL where no agent has sent the column yet."""
 
 JOB_COLUMNS = STANDARD["job"]
+"""What says whose work a card does."""
 
 MOUNT_COLUMNS = {
     "mount": Type.STRING,
@@ -74,7 +75,12 @@ MOUNT_COLUMNS = {
 }
 """What the diagnosis of waiting for data takes from mounts, where there are such rows."""
 
-_SAMPLES = {"gpu": GPU_COLUMNS, "job": JOB_COLUMNS, "mount": MOUNT_COLUMNS}
+_SAMPLES = {
+    "gpu": GPU_COLUMNS,
+    "job": JOB_COLUMNS,
+    "mount": MOUNT_COLUMNS,
+    "agent": {"probe": Type.STRING, "ok": Type.BOOL},
+}
 """Tables that are read before they or all their columns exist, through a macro `<table>_samples()`."""
 
 

@@ -113,14 +113,16 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
     with bare.reader() as read:
         status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
     assert {rule for rule, said in status.items() if said == NO_PROBE} == {
+        "data_starved",
         "driver_mismatch",
         "ecc_uncorrectable",
         "recovery_action",
         "remap_failed",
         "temperature_margin",
-    }, "agents of an earlier version read no health"
+    }, "agents of an earlier version read no health and no jobs"
     with bare.transaction() as write:
-        bare.ensure_probe(write, "gpu_health", _columns(fleet.store, "gpu_health"))
+        for probe in ("gpu_health", "job", "loader"):
+            bare.ensure_probe(write, probe, _columns(fleet.store, probe))
     judge.run_pass(at + timedelta(seconds=120))
     with bare.reader() as read:
         status = dict(read.execute("SELECT rule, status FROM live.rule").fetchall())
