@@ -91,11 +91,13 @@ _NOW = """
                 WHEN bool_or(t.critical) THEN 'critical' ELSE 'degraded' END AS state,
            any_value(coalesce(j.user, j.uid::VARCHAR)) AS user,
            list(DISTINCT j.node ORDER BY j.node) AS nodes, count(DISTINCT (j.node, j.gpu_uuid)) AS cards,
-           max(j.world) AS world, any_value(j.command) AS command, nullif(any_value(j.container), '') AS container,
+           max(j.world) AS world, any_value(j.command) AS command,
+           nullif(any_value(j.container), '') AS container,
            sum(j.mem_used_bytes)::BIGINT AS mem_used_bytes, round(max(j.age_s), 3) AS age_s,
            any_value(t.reason) AS reason,
-           list({'node': j.node, 'gpu_index': j.gpu_index, 'gpu_uuid': j.gpu_uuid, 'rank': j.rank, 'pid': j.pid,
-                 'step': nullif(j.job_step, ''), 'command': j.command, 'mem_used_bytes': j.mem_used_bytes}
+           list({'node': j.node, 'gpu_index': j.gpu_index, 'gpu_uuid': j.gpu_uuid, 'rank': j.rank,
+                 'pid': j.pid, 'step': nullif(j.job_step, ''), 'command': j.command,
+                 'mem_used_bytes': j.mem_used_bytes}
                 ORDER BY j.rank, j.node, j.gpu_index, j.pid) AS gpus
     FROM jobs_at($now) j
     LEFT JOIN trouble t ON t.entity = 'job:' || j.job_id AND t.node = j.job_node

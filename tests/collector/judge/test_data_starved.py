@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
+from gpufleet_agent.drivers.simulated import SimulatedHost
+from gpufleet_agent.probe import run_probe
+from gpufleet_agent.probes import PROBES
+from gpufleet_agent.scenario import parse
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.rules import MOUNT_COLUMNS, install, load_rules
 from gpufleet_collector.store import Column, Store
@@ -422,3 +426,49 @@ def test_it_waits_for_the_probes(fleet: "Fleet") -> None:
     assert status[RULE].startswith("waits for probe")
     assert "job" in status[RULE]
     assert "loader" in status[RULE]
+
+
+SIMULATED = (
+    ('node = "gpu-[001-002]"', 'gpu = "*"', 'cause = "storage"', ("", "job:41778", "crit", "storage")),
+    ('node = "gpu-[003-004]"', 'gpu = "*"', 'share = 0.15\ncause = "cpu"',
+     ("", "job:41779", "warn", "cpu_preparation")),
+    ('node = "gpu-[005-006]"', 'gpu = "*"', 'cause = "remote"', ("", "job:41780", "crit", "remote_or_lock")),
+    ('node = "gpu-[007-008]"', 'gpu = "*"', 'cause = "no_workers"', ("", "job:41781", "crit", "no_workers")),
+    ('node = "gpu-[009-010]"', 'gpu = "*"', "share = 0.05", None),
+    ('node = "gpu-[011-012]"', 'gpu = "*"', 'share = 0.4\nhook = "no"', None),
+    # one rank of one of the two hosts of the last job
+    ('node = "gpu-014"', "gpu = 1", 'cause = "storage"', ("gpu-014", "node:", "crit", "storage")),
+)  # fmt: skip
+
+
+def test_a_simulated_fleet_through_its_probes(fleet: "Fleet", judge: Judge) -> None:
+    loads = "".join(f'[[load]]\nnode = "gpu-[{n:03}-{n + 1:03}]"\n' for n in range(1, 15, 2))
+    faults = "".join(
+        f'[[fault]]\nkind = "data_starved"\nat = 30\n{node}\n{gpu}\n[fault.params]\n{params}\n'
+        for node, gpu, params, _ in SIMULATED
+    )
+    scenario = parse(f"[fleet]\nnodes = 14\ngpus = 2\n{loads}{faults}".encode())
+    t = [0.0]
+    hosts = {name: SimulatedHost(scenario, name, 0, lambda: t[0]) for name in scenario.node_names()}
+    for name in hosts:
+        fleet.add(name, gpus=0)
+    judge.compile(fleet.at)
+    began = fleet.at
+    for step in range(1, 20):
+        t[0] = 15.0 * step
+        fleet.at = began + timedelta(seconds=t[0])
+        for probe in ("gpu", "host", "loader", *(("job",) if step % 2 else ())):
+            rows = [row for name, host in hosts.items() for row in _sweep(probe, host, fleet.at, name)]
+            put(fleet.store, probe, rows)
+        if fleet.at.second == 30:
+            judge.run_pass(fleet.at)
+    found = sorted(found for *_, found in SIMULATED if found)
+    assert fleet.findings() == [(*one[:2], "firing", *one[2:]) for one in found]
+
+
+def _sweep(probe: str, host: SimulatedHost, at: datetime, node: str) -> list["Row"]:
+    sweep = run_probe(probe, PROBES[probe], host, pytest.fail)
+    assert not sweep.error
+    names = [metric.name for metric in PROBES[probe].METRICS]
+    head: dict[str, Cell] = {"ts": at, "received_at": at, "node": node, "boot_id": host.boot_id}
+    return [{**head, **dict(zip(names, row, strict=True))} for row in sweep.rows]
