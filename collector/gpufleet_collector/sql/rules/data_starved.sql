@@ -7,7 +7,6 @@ clear_after   = "3m"
 runbook       = "data_starved"
 
 [limits]
-settle_s      = { value = 15,    source = "what the samples of a minute may need to arrive" }
 warn_share    = { value = 0.10,  source = "as tools inside the trainer have it: 10 % of a step" }
 crit_share    = { value = 0.20,  source = "as tools inside the trainer have it: 20 % of a step" }
 min_fetches   = { value = 20,    source = "as tools inside the trainer have it" }
@@ -30,6 +29,9 @@ create or replace macro minutes_of(ts, overlap_s) as
     generate_series(time_bucket(interval 1 minute, ts) + interval 1 minute,
                     time_bucket(interval 1 minute, ts + to_seconds(overlap_s)) + interval 1 minute, interval 1 minute);
 
+-- End of the newest minute that is over long enough for its samples to be in.
+create or replace macro last_minute(as_of) as time_bucket(interval 1 minute, as_of::timestamp - interval 15 second);
+
 -- Growth of a counter over samples; NULL when it fell anywhere on the way. Seconds waited may exceed those that
 -- passed: they are told when the wait is over.
 create or replace macro grown(lowest, first_value, last_value, highest) as
@@ -41,10 +43,10 @@ create or replace macro grown(lowest, first_value, last_value, highest) as
 create or replace macro data_waits(since, until) as table
 with holds as (
     select distinct j.node, if(j.job_kind = 'slurm', '', j.node) as job_node, j.job_kind, j.job_id,
-           coalesce(j.user, j.uid::varchar) as user, j.pid, j.pid_start, j.gpu_uuid, u.until_at
-    from job j, unnest(minutes_of(j.ts, 90)) u(until_at)
-    where j.ts > since - interval 4 minute and j.ts < until and j.job_id is not null
-      and u.until_at > since and u.until_at <= until
+           coalesce(j.user, j.uid::varchar) as user, j.pid, j.pid_start, j.gpu_uuid, j.until_at
+    from (select *, unnest(minutes_of(ts, 90)) as until_at
+          from job where ts > since - interval 4 minute and ts < until and job_id is not null) j
+    where j.until_at > since and j.until_at <= until
 ),
 process as (
     select node, job_node, job_kind, job_id, any_value(user) as user, pid, pid_start, until_at, list(distinct gpu_uuid) as cards
@@ -52,15 +54,17 @@ process as (
 ),
 -- ---- how much each rank waited, as its hook says
 loaded as (
-    select l.node, l.pid, l.pid_start, l.loader, u.until_at, count(*) as samples, max_by(l.rank, l.ts) as rank,
+    select l.node, l.pid, l.pid_start, l.loader, l.until_at, count(*) as samples, max_by(l.rank, l.ts) as rank,
            max_by(l.workers, l.ts) as workers,
            grown(min(fetches_total), min_by(fetches_total, ts), max_by(fetches_total, ts), max(fetches_total)) as n,
            grown(min(wait_s_total), min_by(wait_s_total, ts), max_by(wait_s_total, ts), max(wait_s_total)) as wait_s,
            grown(min(busy_s_total), min_by(busy_s_total, ts), max_by(busy_s_total, ts), max(busy_s_total)) as busy_s
-    from loader l, unnest(minutes_of(l.ts, 20)) u(until_at)
-    where l.ts > since - interval 2 minute and l.ts < until and l.source = 'hook' and l.role = 'train'
-      and coalesce(l.state, 'live') <> 'closed' and u.until_at > since and u.until_at <= until
-    group by l.node, l.pid, l.pid_start, l.loader, u.until_at
+    from (select *, unnest(minutes_of(ts, 20)) as until_at
+          from loader
+          where ts > since - interval 2 minute and ts < until and source = 'hook' and role = 'train'
+            and coalesce(state, 'live') <> 'closed') l
+    where l.until_at > since and l.until_at <= until
+    group by l.node, l.pid, l.pid_start, l.loader, l.until_at
 ),
 -- a process with two loaders waits for both, and is busy between them
 rank as (
@@ -128,30 +132,31 @@ member as (
 ),
 -- ---- what the node says
 span as (
-    select h.node, u.until_at,
+    select h.node, h.until_at,
            epoch(max(ts) - min(ts)) as seconds,
            counter_span(min(psi_io_some_s_total), min_by(psi_io_some_s_total, ts), max_by(psi_io_some_s_total, ts),
                         max(psi_io_some_s_total), epoch(max(ts) - min(ts))) as io_s,
            counter_span(min(psi_cpu_some_s_total), min_by(psi_cpu_some_s_total, ts), max_by(psi_cpu_some_s_total, ts),
                         max(psi_cpu_some_s_total), epoch(max(ts) - min(ts))) as cpu_s
-    from host h, unnest(minutes_of(h.ts, 15)) u(until_at)
-    where h.ts > since - interval 2 minute and h.ts < until and u.until_at > since and u.until_at <= until
-    group by h.node, h.boot_id, u.until_at
+    from (select *, unnest(minutes_of(ts, 15)) as until_at
+          from host where ts > since - interval 2 minute and ts < until) h
+    where h.until_at > since and h.until_at <= until
+    group by h.node, h.boot_id, h.until_at
 ),
 -- the pressure that the job's own cgroup feels says more than that of the whole host
 felt as (
     select node, job_node, job_id, until_at, max(io_s / nullif(seconds, 0)) as io, max(cpu_s / nullif(seconds, 0)) as cpu
     from (
-        select j.node, if(j.job_kind = 'slurm', '', j.node) as job_node, j.job_id, u.until_at,
+        select j.node, if(j.job_kind = 'slurm', '', j.node) as job_node, j.job_id, j.until_at,
                epoch(max(j.ts) - min(j.ts)) as seconds,
                counter_span(min(psi_io_some_s_total), min_by(psi_io_some_s_total, j.ts), max_by(psi_io_some_s_total, j.ts),
                             max(psi_io_some_s_total), epoch(max(j.ts) - min(j.ts))) as io_s,
                counter_span(min(psi_cpu_some_s_total), min_by(psi_cpu_some_s_total, j.ts), max_by(psi_cpu_some_s_total, j.ts),
                             max(psi_cpu_some_s_total), epoch(max(j.ts) - min(j.ts))) as cpu_s
-        from job j, unnest(minutes_of(j.ts, 35)) u(until_at)
-        where j.ts > since - interval 2 minute and j.ts < until and j.job_id is not null
-          and u.until_at > since and u.until_at <= until
-        group by j.node, j.job_kind, j.job_id, j.pid, j.pid_start, u.until_at
+        from (select *, unnest(minutes_of(ts, 35)) as until_at
+              from job where ts > since - interval 2 minute and ts < until and job_id is not null) j
+        where j.until_at > since and j.until_at <= until
+        group by j.node, j.job_kind, j.job_id, j.pid, j.pid_start, j.until_at
     )
     group by node, job_node, job_id, until_at
 ),
@@ -171,17 +176,17 @@ server as (
     group by m.until_at, e.node, server
 ),
 mounted as (
-    select m.node, u.until_at, m.mount, bool_or(m.canary_state = 'hung' and m.ts >= u.until_at - interval 1 minute) as hung,
+    select m.node, m.until_at, m.mount, bool_or(m.canary_state = 'hung' and m.ts >= m.until_at - interval 1 minute) as hung,
            grown(min(nfs_retransmits_total), min_by(nfs_retransmits_total, ts), max_by(nfs_retransmits_total, ts),
                  max(nfs_retransmits_total)) as retransmits,
            grown(min(ops), min_by(ops, ts), max_by(ops, ts), max(ops)) as ops,
            grown(min(rtt_s), min_by(rtt_s, ts), max_by(rtt_s, ts), max(rtt_s)) as rtt_s
     from (select *, coalesce(nfs_read_ops_total, 0) + coalesce(nfs_getattr_ops_total, 0) + coalesce(nfs_lookup_ops_total, 0) as ops,
-                 coalesce(nfs_read_rtt_s_total, 0) + coalesce(nfs_getattr_rtt_s_total, 0) + coalesce(nfs_lookup_rtt_s_total, 0) as rtt_s
-          from mount_samples() where ts > since - interval 2 minute and ts < until) m,
-         unnest(minutes_of(m.ts, 35)) u(until_at)
-    where u.until_at > since and u.until_at <= until
-    group by m.node, m.mount, u.until_at
+                 coalesce(nfs_read_rtt_s_total, 0) + coalesce(nfs_getattr_rtt_s_total, 0) + coalesce(nfs_lookup_rtt_s_total, 0) as rtt_s,
+                 unnest(minutes_of(ts, 35)) as until_at
+          from mount_samples() where ts > since - interval 2 minute and ts < until) m
+    where m.until_at > since and m.until_at <= until
+    group by m.node, m.mount, m.until_at
 ),
 remote as (
     select node, until_at, string_agg(distinct name, ', ' order by name) filter (hung) as hung_name,
@@ -276,15 +281,11 @@ left join (select job_node, job_id, until_at, any_value(job_kind) as job_kind, a
 -- host. When the ranks of one node wait and the others do not, and storage or CPU of that node are why, that node is
 -- the suspect: then the finding is its, and the job has none.
 create or replace macro find_data_starved(as_of) as table
-with newest as (
-    select time_bucket(interval 1 minute, as_of::timestamp - to_seconds(settle_s)) as until_at
-    from (select coalesce(max(settle_s), 15) as settle_s from limits_data_starved)
-),
-wait as (
+with wait as (
     select *,
            code in ('nfs_hung', 'storage', 'cpu_preparation', 'remote_or_lock', 'no_workers', 'unexplained') as bad,
            coalesce(scope = 'node' and code in ('nfs_hung', 'storage', 'cpu_preparation'), false) as of_node
-    from data_waits((select until_at - interval 1 minute from newest), (select until_at from newest))
+    from data_waits(last_minute(as_of) - interval 1 minute, last_minute(as_of))
 ),
 told as (
     select *, if(share >= crit_share, 'crit', 'warn') as level,
@@ -342,9 +343,10 @@ from (
     select n.node, coalesce(t.bad, false) as bad, t.* exclude (bad, until_at), n.until_at,
            row_number() over (partition by n.node order by t.share desc nulls last) as place
     from (
-        select distinct l.node, w.until_at
-        from loader l, newest w
-        where l.ts >= w.until_at - interval 1 minute and l.ts < w.until_at and l.source = 'hook' and l.role = 'train'
+        select distinct l.node, last_minute(as_of) as until_at
+        from loader l
+        where l.ts >= last_minute(as_of) - interval 1 minute and l.ts < last_minute(as_of)
+          and l.source = 'hook' and l.role = 'train'
     ) n
     left join told t on t.of_node and t.bad and t.first_node = n.node
 )
