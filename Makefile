@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 OTHER  := $(VENV)/duckdb-1.5
 
-.PHONY: demo test check lint types imports tests-all tests-duckdb-1.5 bench protos docs clean
+.PHONY: demo test test-torch check lint types imports tests-all tests-duckdb-1.5 bench protos docs clean
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,11 @@ tests-all: $(READY)
 
 tests-duckdb-1.5: $(OTHER)   ## the collector's tests on the other major that stores must open in
 	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu" tests/collector
+
+TORCH_PYTHON ?= python3
+
+test-torch: $(READY)    ## a real PyTorch DataLoader; TORCH_PYTHON = a Python that has PyTorch
+	GPUFLEET_TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/pytest -q -s tests/pytorch
 
 bench: $(READY)         ## measure against the budgets of docs/benchmarks.md
 	$(BIN)/python -m tests.bench

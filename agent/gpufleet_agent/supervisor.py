@@ -35,9 +35,11 @@ from gpufleet_agent.episodes import Episodes, happened
 from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.identity import Identity
 from gpufleet_agent.isolation import Isolation
+from gpufleet_agent.loader import NAME as LOADER_NAME
+from gpufleet_agent.loader import Loaders
 from gpufleet_agent.pipe import Command, Inventory, KernelNews, Message
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
-from gpufleet_agent.probes import PROBES, agent
+from gpufleet_agent.probes import PROBES, agent, loader
 from gpufleet_agent.push import Push, PushSettings
 from gpufleet_agent.schedule import ClockWatch, Schedule
 from gpufleet_agent.spool import Spool
@@ -157,6 +159,8 @@ class Supervisor:
         self.directives = Directives(self.benches, self.isolation, self._release)
         socket = Path(config.runtime_dir) / CONTROL_NAME
         self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
+        self.loaders = Loaders(Path(config.runtime_dir) / LOADER_NAME)
+        self._loaders_at = time.monotonic()
         settings = PushSettings(collector=config.collector, tls=config.tls, insecure=config.insecure)
         self.push = Push(settings, spool, self._hello, self.directives.obey)
         self.schedule = Schedule()
@@ -164,6 +168,7 @@ class Supervisor:
             "clock": self._watch_clock,
             "sampler": self.isolation.check,
             "own row": self._write_own_row,
+            "loaders": self._write_loaders_if_due,
             "seal": self._seal_if_due,
             "status": self._tell_status,
         }
@@ -189,6 +194,8 @@ class Supervisor:
         self._notifier.send("READY=1")
         self._schedule_jobs()
         await self.control.open()
+        if self.config.probe("loader").enabled:
+            self.loaders.open()
         sender = asyncio.create_task(self._send_forever())
         self._round(loop)
         await self._stop.wait()
@@ -239,6 +246,8 @@ class Supervisor:
     async def _end(self) -> None:
         """Stop measuring, seal what there is, and give it a short while to be sent."""
         await self.control.close()
+        self.loaders.close()
+        self._guarded("loaders", self._write_loaders)
         self.schedule.stop()
         self.benches.stop()
         with contextlib.suppress(OSError):
@@ -348,6 +357,20 @@ class Supervisor:
         if pss is not None:
             row["pss_bytes"] = pss
         self._add_run("agent", wall_us(), mono_us(), time.perf_counter() - began, "", 1, row)
+
+    def _write_loaders_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._loaders_at:
+            self._loaders_at = now + self.isolation.intervals().get("loader", loader.EVERY)
+            self._write_loaders()
+
+    def _write_loaders(self) -> None:
+        """What training processes told, beside what the sampler sees of their workers."""
+        checked = [check_row(loader.METRICS, row) for row in self.loaders.rows()]
+        if checked:
+            rows, reasons = [cells for cells, _ in checked], [why for _, why in checked]
+            sweep = Sweep("loader", wall_us(), mono_us(), 0.0, "", rows, reasons)
+            self._builder.add_sweep(loader.METRICS, sweep)
 
     def _tell_status(self) -> None:
         states = list(self.episodes.states.values())

@@ -45,6 +45,12 @@ LINES = (
     Line("probe_cost", "probe gpu_health, 8 simulated cards", lambda found: found["gpu_health_ms"], "ms"),
     Line("probe_cost", "probe pci, this host", lambda found: found["pci_ms"], "ms"),
     Line("probe_cost", "probe host, this host", lambda found: found["host_ms"], "ms"),
+    Line("probe_cost", "probe loader, this host", lambda found: found["loader_ms"], "ms"),
+    Line("loader_hook", "loader hook: a batch", lambda found: found["batch_us"], "us", 1),
+    Line("loader_hook", "loader hook: a second of 10 batches", lambda found: found["second_us"], "us", 10),
+    Line("loader_hook", "loader hook: a message, cold", lambda found: found["send_cold_us"], "us"),
+    Line("loader_hook", "loader hook: agent stopped, p99", lambda found: found["stopped_p99_us"], "us", 100),
+    Line("loader_hook", "agent: a message of the hook", lambda found: found["take_us"], "us"),
     Line(
         "ingest_rate", "ingest, mTLS, 10 ticks a message, per core",
         lambda found: found["samples_per_s_per_core_10_ticks"] / 1e6, "M samples/s", 8, most=False,

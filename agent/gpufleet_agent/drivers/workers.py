@@ -143,6 +143,8 @@ class Workers:
         stat = self._stat(pid)
         if stat is None:
             return 0
+        if stat.state == "D":
+            return pid  # its command line may have to be waited for
         key = (pid, stat.start)
         if key not in self._servers:
             if len(self._servers) >= 4 * MOST_PARENTS:

@@ -15,6 +15,7 @@ SECTIONS = {
     "gpu_health": "### `gpu_health`",
     "pci": "`pci`, every",
     "host": "`host`, every",
+    "loader": "`loader`, every",
 }
 
 

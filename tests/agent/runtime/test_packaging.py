@@ -30,6 +30,7 @@ def test_the_unit_runs_the_agent_as_its_own_user_under_a_watchdog() -> None:
         "User=gpufleet-agent",
         "StateDirectory=gpufleet",
         "RuntimeDirectory=gpufleet",
+        "RuntimeDirectoryMode=0755",
         "ExecStart=/usr/bin/fleet-agent run --config /etc/gpufleet/agent.toml",
     ):
         assert line in lines
