@@ -428,6 +428,23 @@ def test_it_waits_for_the_probes(fleet: "Fleet") -> None:
     assert "loader" in status[RULE]
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_job_that_is_not_heard_of_is_over_only_if_somebody_looked(
+    train: Training, fleet: "Fleet", judge: Judge, ended: bool
+) -> None:
+    train.share, train.io = 0.3, 0.5
+    train.run(4, judge)
+    assert [row[2] for row in fleet.findings()] == ["firing"]
+    fleet.at += timedelta(minutes=70)
+    if ended:
+        head: Row = {"ts": fleet.at, "received_at": fleet.at, "node": "gpu-001", "boot_id": "boot-1"}
+        put(fleet.store, "agent", [{**head, "probe": "job", "ok": True, "rows": 0}])
+    judge.run_pass(fleet.at)
+    assert [row[2] for row in fleet.findings()] == ([] if ended else ["firing"])
+    if not ended:
+        assert train.now()[:2] == ("unknown", "agent_silent")
+
+
 SIMULATED = (
     ('node = "gpu-[001-002]"', 'gpu = "*"', 'cause = "storage"', ("", "job:41778", "crit", "storage")),
     ('node = "gpu-[003-004]"', 'gpu = "*"', 'share = 0.15\ncause = "cpu"',

@@ -255,7 +255,7 @@ idle as (
 )
 select c.until_at, c.job_node, c.job_id, coalesce(h.job_kind, p.job_kind) as job_kind, coalesce(h.user, p.user) as user,
        c.hook, h.loader, h.share, h.n, h.wait_ms, h.median, h.ranks, coalesce(h.nodes, c.nodes) as nodes, h.waiting_ranks,
-       h.waiting_nodes, h.first_node, h.rank_numbers, h.scope, h.unread, c.cause, c.hung_name, c.rtt_ms, c.retrans, c.io,
+       h.waiting_nodes, coalesce(h.first_node, p.first_node) as first_node, h.rank_numbers, h.scope, h.unread, c.cause, c.hung_name, c.rtt_ms, c.retrans, c.io,
        c.cpu, c.disk, c.running, c.sleeping, c.watched, i.util, i.power, i.power_p50, i.power_p95, c.crit_share, c.warn_share,
        case when not c.hook and c.cause in ('nfs_hung', 'storage', 'cpu_preparation')
                  and i.util < c.suspect_util and i.power_p50 < c.suspect_power * i.power_p95   then 'suspect'
@@ -274,7 +274,8 @@ select c.until_at, c.job_node, c.job_id, coalesce(h.job_kind, p.job_kind) as job
 from caused c
 left join hooked h using (job_node, job_id, until_at)
 left join idle i using (job_node, job_id, until_at)
-left join (select job_node, job_id, until_at, any_value(job_kind) as job_kind, any_value(user) as user
+left join (select job_node, job_id, until_at, any_value(job_kind) as job_kind, any_value(user) as user,
+                  min(node) as first_node
            from process group by job_node, job_id, until_at) p using (job_node, job_id, until_at);
 
 -- The newest whole minute of each job. What all ranks feel is the job's or the storage's and says nothing against a
@@ -310,44 +311,59 @@ told as (
                        'workers_running', running, 'workers_sleeping', sleeping, 'nfs', hung_name, 'nfs_rtt_ms', rtt_ms,
                        'util_pct', util, 'power_w', power, 'power_p95_w', power_p95) as detail
     from wait
-)
-select job_node as node, 'job:' || job_id as entity,
-       case when of_node and bad or code in ('fed', 'wait_hidden', 'no_sign') then 'ok'
-            when bad then level when code = 'suspect' then 'warn' when code in ('paused', 'no_hook') then 'n/a'
-            else 'unknown' end as verdict,
-       if(of_node and bad, 'one_node', code) as code,
-       share as observed, warn_share as expected, '1' as unit, until_at as evidence_at,
-       case when of_node and bad then format('the ranks of {} wait for data, the others do not: see that node', first_node)
-            when bad then format('{} waits for data {:.0f} % of the time on {}: {}{}', loader, 100 * share, spread, because,
-                                 if(scope = 'node', format('; {} alone, rank {}', first_node, array_to_string(rank_numbers, ',')),
-                                    '; the job or its storage, not the nodes'))
-            when code = 'suspect' then format('looks as if it waits for data, without a loader hook to say so: cards {:.0f} % busy; {}', util, because)
-            when code = 'no_hook' then 'no loader hook says how long it waits for data'
-            when code = 'no_sign' then 'no loader hook says how long it waits for data; nothing looks like it'
-            when code = 'paused' then 'fetches nothing now: checkpoint, evaluation or start'
-            when code = 'fed' then format('waits for data {:.1f} % of the time', 100 * share)
-            when code = 'wait_hidden' then format('waits for data {:.0f} % of the time, but its cards do not idle', 100 * share)
-            when code = 'few_fetches' then format('{:.0f} batches in a minute are too few to judge', n)
-            when code = 'short_waits' then format('waits {:.1f} ms for a batch: the steps are too short to judge', wait_ms)
-            when code = 'no_gpu_evidence' then format('waits for data {:.0f} % of the time; whether its cards idle cannot be read', 100 * share)
-            else 'its loader cannot be read' end as reason,
-       detail
-from told
-union all
+),
+of_jobs as (
+    select job_node as node, 'job:' || job_id as entity,
+           case when of_node and bad or code in ('fed', 'wait_hidden', 'no_sign') then 'ok'
+                when bad then level when code = 'suspect' then 'warn' when code in ('paused', 'no_hook') then 'n/a'
+                else 'unknown' end as verdict,
+           if(of_node and bad, 'one_node', code) as code,
+           share as observed, warn_share as expected, '1' as unit, until_at as evidence_at,
+           case when of_node and bad then format('the ranks of {} wait for data, the others do not: see that node', first_node)
+                when bad then format('{} waits for data {:.0f} % of the time on {}: {}{}', loader, 100 * share, spread, because,
+                                     if(scope = 'node', format('; {} alone, rank {}', first_node, array_to_string(rank_numbers, ',')),
+                                        '; the job or its storage, not the nodes'))
+                when code = 'suspect' then format('looks as if it waits for data, without a loader hook to say so: cards {:.0f} % busy; {}', util, because)
+                when code = 'no_hook' then 'no loader hook says how long it waits for data'
+                when code = 'no_sign' then 'no loader hook says how long it waits for data; nothing looks like it'
+                when code = 'paused' then 'fetches nothing now: checkpoint, evaluation or start'
+                when code = 'fed' then format('waits for data {:.1f} % of the time', 100 * share)
+                when code = 'wait_hidden' then format('waits for data {:.0f} % of the time, but its cards do not idle', 100 * share)
+                when code = 'few_fetches' then format('{:.0f} batches in a minute are too few to judge', n)
+                when code = 'short_waits' then format('waits {:.1f} ms for a batch: the steps are too short to judge', wait_ms)
+                when code = 'no_gpu_evidence' then format('waits for data {:.0f} % of the time; whether its cards idle cannot be read', 100 * share)
+                else 'its loader cannot be read' end as reason,
+           detail
+    from told
+),
 -- One row per node that has ranks with a hook: bad while one of its jobs waits there alone.
-select node, 'node:', if(bad, level, 'ok'), if(bad, cause, 'as_others'), share, warn_share, '1', until_at,
-       if(bad, format('rank {} of job {} waits for data {:.0f} % of the time, the other ranks {:.0f} %: {}',
-                      array_to_string(rank_numbers, ','), job_id, 100 * share, 100 * median, because),
-          'no rank here waits for data while those elsewhere do not'), detail
-from (
-    select n.node, coalesce(t.bad, false) as bad, t.* exclude (bad, until_at), n.until_at,
-           row_number() over (partition by n.node order by t.share desc nulls last) as place
+of_nodes as (
+    select node, 'node:' as entity, if(bad, level, 'ok'), if(bad, cause, 'as_others'), share, warn_share, '1', until_at,
+           if(bad, format('rank {} of job {} waits for data {:.0f} % of the time, the other ranks {:.0f} %: {}',
+                          array_to_string(rank_numbers, ','), job_id, 100 * share, 100 * median, because),
+              'no rank here waits for data while those elsewhere do not'), detail
     from (
-        select distinct l.node, last_minute(as_of) as until_at
-        from loader l
-        where l.ts >= last_minute(as_of) - interval 1 minute and l.ts < last_minute(as_of)
-          and l.source = 'hook' and l.role = 'train'
-    ) n
-    left join told t on t.of_node and t.bad and t.first_node = n.node
+        select n.node, coalesce(t.bad, false) as bad, t.* exclude (bad, until_at), n.until_at,
+               row_number() over (partition by n.node order by t.share desc nulls last) as place
+        from (
+            select distinct l.node, last_minute(as_of) as until_at
+            from loader l
+            where l.ts >= last_minute(as_of) - interval 1 minute and l.ts < last_minute(as_of)
+              and l.source = 'hook' and l.role = 'train'
+        ) n
+        left join told t on t.of_node and t.bad and t.first_node = n.node
+    )
+    where place = 1
 )
-where place = 1;
+from of_jobs
+union all
+from of_nodes
+union all
+-- What has a finding and is not heard of any more is unknown, not over; it is over once its host was looked at without it.
+select f.node, f.entity, 'unknown', 'agent_silent', null, null, '1', null, 'its agent is silent', null
+from finding f
+where f.rule = 'data_starved' and f.state <> 'resolved' and f.last_evidence_at <= as_of
+  and coalesce(nullif(f.node, ''), json_extract_string(f.detail, '$.first_node'), '') not in (
+      select node from agent where probe = 'job' and ok and ts > as_of - interval 150 second and ts <= as_of)
+  and not exists (from of_jobs o where o.node = f.node and o.entity = f.entity)
+  and not exists (from of_nodes o where o.node = f.node and o.entity = f.entity);
