@@ -1,7 +1,7 @@
 """Whose work it is: jobs for documents. Who runs where now, and whom a finding hurts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 import duckdb
@@ -10,6 +10,12 @@ Row = dict[str, object]
 
 BEFORE = timedelta(seconds=90)
 """A job that held the card this long before a finding began may be what ended with it."""
+
+AFTER = timedelta(minutes=30)
+"""For this long after its beginning a finding is looked at: a trouble of days is not read through whole."""
+
+LATELY = timedelta(minutes=2)
+"""And so long before its end, or now."""
 
 ENTITY = "job:"
 
@@ -40,7 +46,8 @@ _HURT = """
                unnest($until::TIMESTAMP[]) AS until
     ),
     held AS (
-        SELECT * FROM job_samples() WHERE ts >= (SELECT min(since) FROM wanted) AND job_id IS NOT NULL
+        SELECT * FROM job_samples()
+        WHERE ts BETWEEN $first::TIMESTAMP AND $last::TIMESTAMP AND job_id IS NOT NULL
     ),
     hurt AS (
         SELECT w.key, j.* FROM wanted w JOIN held j ON j.node = w.node
@@ -51,10 +58,9 @@ _HURT = """
         WHERE j.ts BETWEEN w.since AND w.until AND w.node IN ('', j.node)
     )
     SELECT key, job_id, any_value(job_kind) AS kind, any_value(coalesce(user, uid::VARCHAR)) AS user,
-           list(DISTINCT node ORDER BY node) AS nodes, count(DISTINCT (node, gpu_uuid)) AS cards
+           list(DISTINCT [node, coalesce(gpu_uuid, '')]) AS cards
     FROM hurt
     GROUP BY key, job_id, if(job_kind = 'slurm', '', node)
-    ORDER BY key, cards DESC, job_id
 """
 
 
@@ -66,19 +72,48 @@ def hurt(read: duckdb.DuckDBPyConnection, wanted: Sequence[Hurt]) -> dict[int, l
         str(row[0]) for row in read.execute("SELECT DISTINCT node FROM probe WHERE probe = 'job'").fetchall()
     }
     known = [one for one in wanted if one.node in tells or (not one.node and tells)]
+    cards: dict[tuple[int, str, str, str], set[tuple[str, str]]] = {}
+    users: dict[tuple[int, str, str, str], str] = {}
+    for chunk in _chunks([span for one in known for span in _spans(one)]):
+        parameters = {
+            "keys": [one.key for one in chunk],
+            "nodes": [one.node for one in chunk],
+            "entities": [one.entity for one in chunk],
+            "since": [one.since for one in chunk],
+            "until": [one.until for one in chunk],
+            "first": min(one.since for one in chunk),
+            "last": max(one.until for one in chunk),
+        }
+        for key, job_id, kind, user, held in read.execute(_HURT, parameters).fetchall():
+            who = (key, job_id, kind, "" if kind == "slurm" else held[0][0])
+            cards.setdefault(who, set()).update((node, card) for node, card in held)
+            users[who] = user
     found: dict[int, list[Row]] = {one.key: [] for one in known}
-    if not known:
-        return found
-    parameters = {
-        "keys": [one.key for one in known],
-        "nodes": [one.node for one in known],
-        "entities": [one.entity for one in known],
-        "since": [one.since - BEFORE for one in known],
-        "until": [one.until for one in known],
-    }
-    for key, *cells in read.execute(_HURT, parameters).fetchall():
-        found[key].append(dict(zip(("job_id", "kind", "user", "nodes", "cards"), cells, strict=True)))
+    for who in sorted(cards, key=lambda who: (-len(cards[who]), who)):
+        key, job_id, kind, _ = who
+        nodes = sorted({node for node, _ in cards[who]})
+        found[key].append(
+            {"job_id": job_id, "kind": kind, "user": users[who], "nodes": nodes, "cards": len(cards[who])}
+        )
     return found
+
+
+def _spans(one: Hurt) -> list[Hurt]:
+    """Its beginning, and its end where that is another time."""
+    first = replace(one, since=one.since - BEFORE, until=min(one.until, one.since + AFTER))
+    return [first] if first.until == one.until else [first, replace(one, since=one.until - LATELY)]
+
+
+def _chunks(spans: Sequence[Hurt]) -> list[list[Hurt]]:
+    """Spans that overlap, together: what is read is a few short stretches, however long ago they were."""
+    chunks: list[list[Hurt]] = []
+    last = datetime.min
+    for span in sorted(spans, key=lambda span: span.since):
+        if not chunks or span.since > last:
+            chunks.append([])
+        chunks[-1].append(span)
+        last = max(last, span.until) if len(chunks[-1]) > 1 else span.until
+    return chunks
 
 
 _NOW = """

@@ -122,6 +122,18 @@ def test_who_looked_and_found_nobody_says_so(seed: Seed, run: Run) -> None:
     assert [job["job_id"] for job in hurt] == ["41778"]  # type: ignore[attr-defined]
 
 
+def test_a_trouble_of_days_names_the_jobs_of_its_beginning_and_of_now(seed: Seed, run: Run) -> None:
+    seed.node("gpu-001", lost=[3])
+    day = 86400.0
+    for job_id, seen_s in (("1", 3 * day + 600), ("2", 3 * day - 60), ("3", day), ("4", 65), ("5", 5)):
+        seed.job("gpu-001", job_id, [3], seen_s=seen_s)
+    seed.finding(
+        "gpu_missing", "gpu-001", seed.entity("gpu-001", 3), "crit", "lost", "gone", age=3 * day, incident="G"
+    )
+    hurt = items(run("incidents", "-o", "json"))[0]["jobs"]
+    assert [job["job_id"] for job in hurt] == ["2", "4", "5"]  # type: ignore[attr-defined]
+
+
 def test_jobs_of_a_silent_node_are_not_known_to_run(seed: Seed, run: Run) -> None:
     seed.node("gpu-001", seen_s=500.0)
     seed.job("gpu-001", "41778", [3], seen_s=500)
