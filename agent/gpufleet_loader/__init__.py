@@ -289,6 +289,8 @@ class _Batches:
         return batch
 
     def __getattr__(self, name: str) -> object:
+        if name in _Batches.__slots__:
+            raise AttributeError(name)
         return getattr(self._batches, name)
 
     def _end(self, began: int) -> None:
@@ -365,31 +367,59 @@ def huggingface_callback(name: str = "train") -> object:
     )
 
 
+class _Steps:
+    """Times fetches by the steps around them: from the end of one to the beginning of the next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = 0
+        self.fetched = True
+
+    def began(self) -> None:
+        """A step begins: its batch is there."""
+        counts, now = _counts(self.name, None), _clock()
+        if self.ended and self.fetched:
+            counts.last = counts.add(counts.last, self.ended, now)
+            return
+        if self.ended:
+            counts.busy_ns += self.ended - counts.last
+            counts.pause_ns += now - self.ended
+        counts.last = now
+
+    def end(self) -> None:
+        """A step ended: the next batch is fetched."""
+        self.ended, self.fetched = _clock(), True
+
+    def pause(self) -> None:
+        """Something else than a fetch comes in between."""
+        self.fetched = False
+
+
 def _callback(
     base: type, name: str, began: tuple[str, ...], ended: tuple[str, ...], between: tuple[str, ...]
 ) -> object:
     """An instance of a subclass of `base` whose hooks measure."""
-    since: list[int | None] = [None]
+    steps = _Steps(name)
 
-    def on_begin(*_: object, **__: object) -> None:
-        if since[0] is not None:
-            report_wait(name, (_clock() - since[0]) / 1e9)
-        since[0] = None
+    def calls(method: Callable[[], None]) -> Callable[..., None]:
+        def hook(*_: object, **__: object) -> None:
+            try:
+                if not _disabled():
+                    method()
+            except Exception:
+                _fail()
 
-    def on_end(*_: object, **__: object) -> None:
-        since[0] = _clock()
-
-    def on_other(*_: object, **__: object) -> None:
-        since[0] = None
+        return hook
 
     hooks: dict[str, object] = {}
-    for names, hook in ((began, on_begin), (ended, on_end), (between, on_other)):
-        hooks.update(dict.fromkeys(names, hook))
+    for names, method in ((began, steps.began), (ended, steps.end), (between, steps.pause)):
+        hooks.update(dict.fromkeys(names, calls(method)))
     return cast(object, type("GpufleetLoader", (base,), hooks)())
 
 
 _known: dict[str, _Counts] = {}
 _socket: socket.socket | None = None
+_inode = 0
 _failing = threading.Lock()
 
 
@@ -410,15 +440,28 @@ def _counts(name: str, role: str | None) -> _Counts:
 
 def _send(data: bytes) -> bool:
     """Hand a datagram to the agent; False when that cannot be done at once."""
-    global _socket
     try:
-        if _socket is None:
-            _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            _socket.setblocking(False)
-        _socket.sendto(data, os.environ.get("GPUFLEET_LOADER_SOCK") or SOCKET)
+        _ours().sendto(data, os.environ.get("GPUFLEET_LOADER_SOCK") or SOCKET)
     except OSError:
         return False
     return True
+
+
+def _ours() -> socket.socket:
+    """The socket. The program may have closed its descriptor, and that number be something of its own now."""
+    global _socket, _inode
+    if _socket is not None:
+        try:
+            if os.fstat(_socket.fileno()).st_ino == _inode:
+                return _socket
+        except OSError:
+            pass
+        _socket.detach()
+        _socket = None
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    _socket, _inode = made, os.fstat(made.fileno()).st_ino
+    return made
 
 
 def _disabled() -> bool:
