@@ -159,6 +159,10 @@ class GuardedHost:
         """Processes that hold a card; a driver that is skipped as a whole is not asked."""
         return () if "" in self._skip else self._host.processes()
 
+    def process(self, pid: int) -> Row:
+        """Who it belongs to; no driver is asked."""
+        return self._host.process(pid)
+
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """A bench that only this driver can run."""
         return self._host.run_bench(name, params)

@@ -11,7 +11,11 @@ from gpufleet_agent.drivers import DriverError, Host
 
 
 class Probe(Protocol):
-    """A module with these three names. `tick(host)`, every `TICK` seconds, is optional."""
+    """A module with these three names.
+
+    `tick(host)`, every `TICK` seconds, is optional. When it returns something else than the time before, the
+    probe runs at once.
+    """
 
     @property
     def EVERY(self) -> float:

@@ -117,11 +117,12 @@ class Sampler:
         for name, every_s in settings.probes.items():
             probe = PROBES[name]
             tick_s = getattr(probe, "TICK", 0.0)
+            job = Job(f"probe {name}", every_s, self._prober(name, probe), start)
             if tick_s:
-                self._jobs.append(Job(f"tick {name}", tick_s, self._ticker(name, probe), start))
-            self._jobs.append(Job(f"probe {name}", every_s, self._prober(name, probe), start))
+                self._jobs.append(Job(f"tick {name}", tick_s, self._ticker(name, probe, job), start))
+            self._jobs.append(job)
         # what needs no driver goes first, so that it is out before a driver call can hang
-        self._jobs.sort(key=lambda job: job.name.rpartition(" ")[2] in CARD_PROBES)
+        self._jobs.sort(key=lambda job: job.name.rpartition(" ")[2] in (*CARD_PROBES, "job"))
 
     def once(self) -> None:
         """Run every job once."""
@@ -177,16 +178,21 @@ class Sampler:
                 job.every_s = command.every_s
                 job.due = min(job.due, self._clock() + command.every_s)
 
-    def _ticker(self, name: str, probe: Probe) -> Callable[[], None]:
-        tick: Callable[[Host], None] = getattr(probe, "tick")  # noqa: B009  an optional part of the protocol
+    def _ticker(self, name: str, probe: Probe, job: Job) -> Callable[[], None]:
+        tick: Callable[[Host], object] = getattr(probe, "tick")  # noqa: B009  an optional part of the protocol
+        seen: list[object] = []
 
         def run() -> None:
             try:
-                tick(self._host)
+                found = tick(self._host)
             except DriverError:
-                pass  # the probe's own run reports it
+                return  # the probe's own run reports it
             except Exception as error:
                 self._complain(f"tick {name}: {type(error).__name__}: {error}")
+                return
+            if seen not in ([], [found]):
+                job.due = self._clock()
+            seen[:] = [found]
 
         return run
 

@@ -39,6 +39,7 @@ from gpufleet_agent.probe import Sweep, check_row, mono_us, run_probe, wall_us
 from gpufleet_agent.probes import PROBES
 from gpufleet_agent.probes import agent as agent_probe
 from gpufleet_agent.probes import gpu as gpu_probe
+from gpufleet_agent.probes import job as job_probe
 from gpufleet_agent.push import Push, PushSettings
 from gpufleet_agent.sampler import IDENTIFYING, next_due, read_inventory
 from gpufleet_agent.spool import Clock, Spool
@@ -246,6 +247,7 @@ class _Life:
         )
         self._kernel_log = self._spool.get_meta("kernel_log") or FROM_BOOT
         self._kernel_log_due = False
+        self._processes = job_probe.tick(self._whole)
         self._intervals = {name: settings.every_s.get(name, probe.EVERY) for name, probe in PROBES.items()}
         self._intervals["agent"] = settings.every_s.get("agent", agent_probe.EVERY)
         self._inventory = self._read_inventory()
@@ -291,6 +293,7 @@ class _Life:
         jobs.append((self._intervals["agent"], self._own_row))
         jobs.append((10.0, self._keep_house))
         jobs.append((KERNEL_LOG_S, self._read_kernel_log))
+        jobs.append((job_probe.TICK, self._look_at_processes))
         if tick_s:
             jobs.insert(0, (tick_s, self._tick))
         # Each host begins somewhere else within a second, so that the collector is not fed in bursts.
@@ -306,6 +309,13 @@ class _Life:
     def _tick(self) -> None:
         with suppress(DriverError):  # the probe's own run reports it
             gpu_probe.tick(self._whole)
+
+    def _look_at_processes(self) -> None:
+        """The table of jobs goes at once when one came or went."""
+        found = job_probe.tick(self._whole)
+        if found != self._processes:
+            self._processes = found
+            self._prober("job")()
 
     def _prober(self, name: str) -> Callable[[], None]:
         probe = PROBES[name]

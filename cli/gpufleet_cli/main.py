@@ -11,7 +11,7 @@ from gpufleet import __version__
 from gpufleet_cli import errors
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import options
-from gpufleet_cli.verbs import demo, explain, gpu, incidents, inventory, node, sql, status, version
+from gpufleet_cli.verbs import demo, explain, gpu, incidents, inventory, job, node, sql, status, version
 
 EXIT_CODES = """
 \b
@@ -86,6 +86,7 @@ def fleet() -> None:
 fleet.add_command(status.status)
 fleet.add_command(node.node)
 fleet.add_command(gpu.gpu)
+fleet.add_command(job.job)
 fleet.add_command(incidents.incidents)
 fleet.add_command(inventory.inventory)
 fleet.add_command(sql.sql)

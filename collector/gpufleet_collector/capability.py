@@ -11,7 +11,7 @@ from gpufleet_collector.decode import Entry, Layout, Shape
 
 _WORDS = {int(reason): reason.name.lower() for reason in Reason}
 _UNSAID = "failed"
-_LOGS = frozenset({"agent", "bench", "loader"})
+_LOGS = frozenset({"agent", "bench", "job", "loader"})
 """Tables in which a NULL is part of what the row says, or that are about processes, which come and go."""
 
 MAX_KNOWN = 16_384

@@ -11,6 +11,7 @@ from datetime import datetime
 import duckdb
 import msgspec
 
+from gpufleet_collector import jobs
 from gpufleet_collector.inventory import Difference
 from gpufleet_collector.sandbox import plain
 
@@ -219,7 +220,13 @@ def one_node(
     node = _node(found[0], now)
     node["counts"] = node.pop("gpus")
     node["gpus"] = cards(read, now, name)
-    node["findings"] = findings(read, now, "node = ?", [name])
+    running = jobs.now(read, now, node=name) if jobs.told(read, name) else None
+    node["jobs"] = None if running is None else [jobs.short(job) for job in running]
+    # what a job of several nodes suffers is shown on each of them
+    entities = [f"{jobs.ENTITY}{job['job_id']}" for job in running or ()]
+    node["findings"] = findings(
+        read, now, "node = ? OR node = '' AND entity IN (SELECT unnest(?::VARCHAR[]))", [name, entities]
+    )
     node["facts"] = _facts(read, name)
     node["last"] = _last_values(read, now, name, tables)
     return document("Node", now, [node])
@@ -331,6 +338,12 @@ def one_card(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Docum
     entity, node = str(card["entity"]), str(card["node"])
     found = next(row for row in cards(read, now, node) if row["entity"] == entity)
     found["findings"] = findings(read, now, "node = ? AND entity = ?", [node, entity])
+    uuid = str(card["gpu_uuid"] or "")
+    found["jobs"] = (
+        [jobs.short(job) for job in jobs.now(read, now, node=node, gpu_uuid=uuid)]
+        if uuid and jobs.told(read, node)
+        else None
+    )
     found["baselines"] = {
         str(row["key"]): plain(row["value"])
         for row in rows(
@@ -478,6 +491,8 @@ def _place(row: Mapping[str, object], card: Mapping[str, object]) -> str:
         return str(row["node"])
     if card.get("pci"):
         return f"{row['node']}:{card['pci']}"
+    if entity.startswith(jobs.ENTITY):
+        return f"{row['node']} job {entity.removeprefix(jobs.ENTITY)}".strip()
     return f"{row['node']} {entity}"
 
 
@@ -540,7 +555,23 @@ def incidents(read: duckdb.DuckDBPyConnection, now: datetime, open_only: bool) -
     ):
         grouped.setdefault(row["incident"], []).append(row)
     where = places(read, now, {str(row["node"]) for row in found})
-    return [_incident(row, now, grouped.get(row["number"], []), where) for row in found]
+    hurt = jobs.hurt(read, [one for related in grouped.values() for one in _hurt(related, now)])
+    return [
+        _incident(row, now, grouped.get(row["number"], []), where)
+        | {"jobs": hurt.get(int(str(row["number"])))}
+        for row in found
+    ]
+
+
+def _hurt(related: Sequence[Row], now: datetime) -> list[jobs.Hurt]:
+    """Where and when the findings of an incident may have hurt somebody."""
+    return [
+        jobs.Hurt(int(str(one["incident"])), str(one["node"]), str(one["entity"]), began, ended or now)
+        for one in related
+        if isinstance(began := one["began_at"], datetime)
+        and (isinstance(ended := one["resolved_at"], datetime) or ended is None)
+        and one["incident"] is not None
+    ]
 
 
 def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tuple[str, str], Row]) -> Row:
@@ -606,6 +637,7 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     )
     nodes = {str(one["node"]) for one in full} | {str(row["node"])}
     incident = _incident(row, now, related, places(read, now, nodes))
+    incident["jobs"] = jobs.hurt(read, _hurt(related, now)).get(int(str(row["number"])))
     incident["findings"] = full
     incident["log"] = [
         {**entry, "logged_at": iso(entry["logged_at"])}
@@ -634,6 +666,27 @@ def _events(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: object) -
         {"nodes": list(nodes), "at": at},
     )
     return [{**row, "ts": iso(row["ts"]), "detail": decoded(row["detail"])} for row in found]
+
+
+# ---- jobs ----
+
+
+def job_list(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Document:
+    """Every job that holds a card now, or the one of that name with its processes and findings.
+
+    Raises:
+        NotFound: `name` is given and no such job holds a card now.
+    """
+    found = jobs.now(read, now, job=name)
+    if name and not found:
+        raise NotFound(f"no job {name!r} holds a card now\nsee fleet job")
+    items = [{key: value for key, value in job.items() if name or key != "gpus"} for job in found]
+    for item in items if name else ():
+        item["findings"] = findings(
+            read, now, "entity = ? AND (node = '' OR node IN (SELECT unnest(?::VARCHAR[])))",
+            [f"{jobs.ENTITY}{name}", item["nodes"]],
+        )  # fmt: skip
+    return document("Job" if name else "JobList", now, items)
 
 
 # ---- inventory ----

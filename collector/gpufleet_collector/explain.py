@@ -153,7 +153,7 @@ def _incident_scope(read: duckdb.DuckDBPyConnection, number: int) -> list[Scope]
     return [
         Scope(
             rules=frozenset(rules),
-            node=nodes.pop() if len(nodes) == 1 else None,
+            node=(nodes.pop() or None) if len(nodes) == 1 else None,
             entities=frozenset({str(row["entity"]) for row in related} | {str(found[0]["entity"])}),
             incident=number,
         )

@@ -162,6 +162,15 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         ):
             yield fleet_pb2.GetGpuResponse(json=part)
 
+    async def GetJob(
+        self, request: fleet_pb2.GetJobRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetJobResponse]:
+        """Who runs where now: one job, or all."""
+        async for part in self._document(
+            context, lambda read, now: documents.job_list(read, now, request.job)
+        ):
+            yield fleet_pb2.GetJobResponse(json=part)
+
     async def ListIncidents(
         self, request: fleet_pb2.ListIncidentsRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.ListIncidentsResponse]:

@@ -59,6 +59,30 @@ GPU_COLUMNS = {
 }
 """What the state of a card shows; NULL where no agent has sent the column yet."""
 
+JOB_COLUMNS = STANDARD["job"]
+"""What says whose work a card does."""
+
+MOUNT_COLUMNS = {
+    "mount": Type.STRING,
+    "canary_state": Type.STRING,
+    "nfs_read_ops_total": Type.U64,
+    "nfs_read_rtt_s_total": Type.F64,
+    "nfs_getattr_ops_total": Type.U64,
+    "nfs_getattr_rtt_s_total": Type.F64,
+    "nfs_lookup_ops_total": Type.U64,
+    "nfs_lookup_rtt_s_total": Type.F64,
+    "nfs_retransmits_total": Type.U64,
+}
+"""What the diagnosis of waiting for data takes from mounts, where there are such rows."""
+
+_SAMPLES = {
+    "gpu": GPU_COLUMNS,
+    "job": JOB_COLUMNS,
+    "mount": MOUNT_COLUMNS,
+    "agent": {"probe": Type.STRING, "ok": Type.BOOL},
+}
+"""Tables that are read before they or all their columns exist, through a macro `<table>_samples()`."""
+
 
 class DefaultLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A threshold in a rule's header, and where it comes from."""
@@ -201,7 +225,8 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
     """
     shared = [item.read_text() for item in _files(None) if item.name[0].isdigit()]
     with _making(store) as write:
-        for text in (_gpu_samples(store.tables.get("gpu")), *shared, *extra):
+        samples = [_samples(table, store.tables.get(table)) for table in _SAMPLES]
+        for text in (*samples, *shared, *extra):
             write.execute(text)
     status: dict[str, str] = {}
     for rule in rules:
@@ -239,19 +264,19 @@ def _making(store: Store) -> Iterator[duckdb.DuckDBPyConnection]:
         yield cursor
 
 
-def _gpu_samples(columns: Mapping[str, Type] | None) -> str:
-    """Macro gpu_samples(): what the state of a card needs of table gpu, also before every column exists."""
+def _samples(table: str, columns: Mapping[str, Type] | None) -> str:
+    """Macro <table>_samples(): what is needed of a table, also before it or every column exists."""
     cells = ", ".join(
         name if columns and name in columns else f"NULL::{SQL_TYPES[kind]} AS {name}"
-        for name, kind in GPU_COLUMNS.items()
+        for name, kind in _SAMPLES[table].items()
     )
     head = (
         "ts, received_at, node"
         if columns
         else "NULL::TIMESTAMP AS ts, NULL::TIMESTAMP AS received_at, '' AS node"
     )
-    source = "gpu" if columns else "(SELECT 1) WHERE false"
-    return f"CREATE OR REPLACE MACRO gpu_samples() AS TABLE SELECT {head}, {cells} FROM {source}"
+    source = table if columns else "(SELECT 1) WHERE false"
+    return f"CREATE OR REPLACE MACRO {table}_samples() AS TABLE SELECT {head}, {cells} FROM {source}"
 
 
 def _files(folder: Traversable | None) -> list[Traversable]:

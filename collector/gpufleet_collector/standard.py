@@ -197,6 +197,20 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             network read_only mount_read_only was_writable
         """,
     ),
+    "job": _of(
+        string="""
+            gpu_uuid pci job_kind job_id job_step container user command
+        """,
+        f64="""
+            psi_io_some_s_total psi_io_full_s_total psi_cpu_some_s_total psi_memory_full_s_total
+        """,
+        i64="""
+            gpu_index
+        """,
+        u64="""
+            pid pid_start uid rank local_rank world mem_used_bytes
+        """,
+    ),
     "loader": _of(
         string="""
             source loader state role lib wait_hist

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -20,6 +20,7 @@ from gpufleet_collector.documents import Health
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.query import FleetServicer
+from gpufleet_collector.standard import STANDARD
 from gpufleet_collector.store import Column, Store
 
 NOW = datetime(2026, 11, 30, 12, 0, 0)
@@ -150,6 +151,55 @@ class Seed:
                 ],
             )  # fmt: skip
         return number or self.incidents
+
+    def looks(self, node: str, rows: int, seen_s: float = 5.0) -> None:
+        """The agent of `node` looked for processes and found so many."""
+        self._tables()
+        with self.store.transaction() as write:
+            write.execute("INSERT INTO live.probe VALUES (?, 'job', 30.0)", [node])
+            write.execute(
+                "INSERT INTO live.agent (ts, received_at, node, boot_id, probe, ok, rows) "
+                "VALUES (?, ?, ?, 'boot-1', 'job', true, ?)",
+                [ago(seen_s), ago(seen_s), node, rows],
+            )
+
+    def job(
+        self,
+        node: str,
+        job_id: str | None,
+        cards: Iterable[int],
+        first_rank: int = 0,
+        kind: str | None = "slurm",
+        seen_s: float = 5.0,
+    ) -> None:
+        """A process of the job on each of these cards, in the newest look."""
+        found = list(cards)
+        self.looks(node, len(found), seen_s)
+        slurm = kind == "slurm"
+        with self.store.transaction() as write:
+            for at, index in enumerate(found):
+                row: dict[str, object] = {
+                    "ts": ago(seen_s), "received_at": ago(seen_s), "node": node, "boot_id": "boot-1",
+                    "gpu_uuid": gpu_uuid(node, index), "gpu_index": index, "pid": 51200 + index,
+                    "job_id": job_id, "job_kind": kind, "job_step": "0" if slurm else None,
+                    "user": "ana" if job_id else None, "uid": 2001 if job_id else None,
+                    "rank": first_rank + at if slurm else None, "world": 16 if slurm else None,
+                    "command": "python3" if job_id else None, "container": "", "mem_used_bytes": 68 << 30,
+                }  # fmt: skip
+                marks = ", ".join("?" for _ in row)
+                write.execute(f"INSERT INTO live.job ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+
+    def _tables(self) -> None:
+        if "job" in self.store.tables:
+            return
+        with self.store.transaction() as write:
+            for table in ("job", "agent"):
+                kinds = STANDARD[table]
+                columns = [
+                    Column(name, kind, "", "gauge", "", None, None, "") for name, kind in kinds.items()
+                ]
+                self.store.ensure_probe(write, table, columns)
+        rules.install(self.store, ())
 
     def entity(self, node: str, index: int) -> str:
         return f"gpu:{gpu_uuid(node, index)}"

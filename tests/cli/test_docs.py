@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,8 @@ class Seed(Protocol):
     def finding(self, *words: str, incident: str = ...) -> int: ...
 
     def entity(self, node: str, index: int) -> str: ...
+
+    def job(self, node: str, job_id: str, cards: Iterable[int]) -> None: ...
 
 
 def commands(
@@ -93,7 +95,7 @@ def names(value: object) -> Iterator[str]:
 
 VERBS = [
     ("status",), ("node",), ("node", "gpu-001"), ("gpu", "gpu-001/3"), ("incidents",),
-    ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
+    ("job",), ("job", "41778"), ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
     ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 
@@ -101,6 +103,7 @@ VERBS = [
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_every_field_is_in_the_page(seed: Seed, run: Run, words: tuple[str, ...]) -> None:
     seed.node("gpu-001", lost=[3])
+    seed.job("gpu-001", "41778", range(8))
     seed.finding(
         "gpu_missing",
         "gpu-001",

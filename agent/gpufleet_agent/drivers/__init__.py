@@ -213,5 +213,8 @@ class Host(Protocol):
     def processes(self) -> Sequence[Process]:
         """Processes that hold a card."""
 
+    def process(self, pid: int) -> Row:
+        """Who a process belongs to: the columns of probe `job` that are not about a card."""
+
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """Run a bench that only this driver can (h2d, ...); `unsupported` where it cannot."""

@@ -82,6 +82,10 @@ class CompositeHost:
         """Processes that hold a card of any driver."""
         return [process for host in self._hosts for process in host.processes()]
 
+    def process(self, pid: int) -> Row:
+        """Who it belongs to, by /proc."""
+        return self._hosts[0].process(pid)
+
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """By the driver of the card that `pci` or `gpu_uuid` names, else by the first that can."""
         wanted = {params.get("pci"), params.get("gpu_uuid")} - {None}

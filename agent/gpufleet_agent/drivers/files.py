@@ -85,6 +85,14 @@ def parsed(text: str | Null, parse: Callable[[str], Cell]) -> Cell:
         return UNPARSABLE
 
 
+def pressure(text: str | Null, kind: str) -> Cell:
+    """Seconds of the line `some` or `full` of a pressure file, as they add up."""
+    if isinstance(text, Null):
+        return text
+    found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
+    return int(found[1]) / 1e6 if found else UNPARSABLE
+
+
 def hexadecimal(text: str | Null) -> str:
     """`0x10de` -> `10de`; empty when it is nothing of the kind."""
     found = None if isinstance(text, Null) else re.fullmatch(r"0x([0-9a-f]{4,8})", text.strip().lower())

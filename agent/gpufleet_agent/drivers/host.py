@@ -85,7 +85,7 @@ class Machine:
         row.update(_meminfo(files.read(proc / "meminfo")))
         row.update(_vmstat(files.read(proc / "vmstat")))
         for name, kind in _PRESSURES:
-            row[f"psi_{name}_{kind}_s_total"] = _pressure(files.read(proc / "pressure" / name), kind)
+            row[f"psi_{name}_{kind}_s_total"] = files.pressure(files.read(proc / "pressure" / name), kind)
         row.update(self._clocks())
         row.update(self._heat.read())
         row.update(self._processes.read())
@@ -341,14 +341,3 @@ def _vmstat(text: str | Null) -> dict[str, Cell]:
         return Null(Reason.NOT_SUPPORTED, f"no {name}") if "pgfault " in text else files.UNPARSABLE
 
     return {column: cell(name) for column, name in _VMSTAT.items()}
-
-
-def _pressure(text: str | Null, kind: str) -> Cell:
-    if isinstance(text, Null):
-        return text
-    found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
-    if found:
-        return int(found[1]) / 1e6
-    # the `full` line for cpu came with Linux 5.13
-    said = re.search(r"^some .*\btotal=\d{1,19}$", text, re.MULTILINE)
-    return Null(Reason.NOT_SUPPORTED, f"no {kind}") if said and kind == "full" else files.UNPARSABLE

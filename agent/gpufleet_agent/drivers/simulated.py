@@ -30,6 +30,7 @@ from gpufleet_agent.drivers import (
 )
 from gpufleet_agent.drivers.simulated_health import health
 from gpufleet_agent.drivers.simulated_host import CPUS, MEM_BYTES, SimulatedMachine
+from gpufleet_agent.drivers.simulated_jobs import SimulatedJobs
 from gpufleet_agent.drivers.simulated_loader import FIRST_PID, SimulatedLoaders
 from gpufleet_agent.drivers.simulated_log import SimulatedLog, script
 from gpufleet_agent.drivers.simulated_nvlink import links
@@ -283,6 +284,7 @@ class SimulatedHost:
         self._machine = SimulatedMachine(scenario, node)
         storage = simulated_storage
         loaders = SimulatedLoaders(scenario, node, self._node, self._cards)
+        self._jobs = SimulatedJobs(scenario, node, loaders.pid_start)
         self._groups: Mapping[str, Callable[[], Iterable[Row]]] = {
             "port": lambda: ports.rows(self.now()),
             "edac": lambda: self._machine.dimms(self._phase().booted_at, clock()),
@@ -431,6 +433,10 @@ class SimulatedHost:
             for phase in (card.at(t) for card in self._cards)
             if phase.util and phase.listed and not phase.lost
         ]
+
+    def process(self, pid: int) -> Row:
+        """Who it belongs to, as the scenario's loads have it."""
+        return self._jobs.process(pid, self.now(), self._phase(), 0.002, 0.004)
 
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """`h2d` of the card that `pci` or `gpu_uuid` names; `unsupported` for other benches."""

@@ -93,8 +93,7 @@ class SimulatedLoaders:
             if not stretch:
                 continue
             begun = stretch[0][0]
-            ticks = round((begun - self._host.at(t).booted_at) * _HERTZ)
-            keys: dict[str, Cell] = {"pid": FIRST_PID + slot, "pid_start": max(1, ticks), "uid": _UID}
+            keys: dict[str, Cell] = {"pid": FIRST_PID + slot, "pid_start": self._ticks(begun, t), "uid": _UID}
             keys["state"] = "live"
             faults = [fault for fault in self._scenario.faults(self._node, slot) if _starves(fault)]
             sums, hist = self._sum(stretch, faults)
@@ -103,6 +102,14 @@ class SimulatedLoaders:
                 yield self._hook(keys, slot, begun, cause, stretch[-1][2], sums, hist)
             if cause != "no_workers":
                 yield _proc(keys, _WORK.get(cause, _HEALTHY), sums)
+
+    def pid_start(self, slot: int, t: float) -> int | None:
+        """When the process that trains on a card began, clock ticks since boot; None = none does."""
+        stretch = self._stretch(self._cards[slot], t)
+        return self._ticks(stretch[0][0], t) if stretch else None
+
+    def _ticks(self, begun: float, t: float) -> int:
+        return max(1, round((begun - self._host.at(t).booted_at) * _HERTZ))
 
     def _stretch(self, card: Timeline[CardPhase], t: float) -> list[tuple[float, float, CardPhase]]:
         """The phases of the process that trains at `t`, oldest first: from, to and what held."""

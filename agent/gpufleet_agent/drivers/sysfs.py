@@ -27,6 +27,7 @@ from gpufleet_agent.drivers.canary import NoCanaries, StatCanaries
 from gpufleet_agent.drivers.disks import Disks
 from gpufleet_agent.drivers.edac import Edac
 from gpufleet_agent.drivers.host import Machine
+from gpufleet_agent.drivers.jobs import Jobs
 from gpufleet_agent.drivers.kmsg import KernelLog
 from gpufleet_agent.drivers.mounts import Mounts
 from gpufleet_agent.drivers.pcie import ADDRESS, ASLEEP, LINK, NO_ANSWER, PATH, Best, End, Pcie
@@ -322,6 +323,7 @@ class SysfsHost:
     def __init__(self, root: Path = Path("/"), ask_driver: bool = True) -> None:
         self.sysfs = Sysfs(root, ask_driver=ask_driver)
         self.machine = Machine(root)
+        self.jobs = Jobs(root)
         self.log = KernelLog(root, uuid_of=self.remembered)
         self.epoch = 1
         ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
@@ -382,6 +384,10 @@ class SysfsHost:
     def processes(self) -> Sequence[Process]:
         """None."""
         return ()
+
+    def process(self, pid: int) -> Row:
+        """Who it belongs to, by /proc."""
+        return self.jobs.process(pid)
 
     def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
         """There is no card to run on."""

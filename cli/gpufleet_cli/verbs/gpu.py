@@ -5,7 +5,7 @@ import click
 from gpufleet_cli import render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.settings import Settings, options
-from gpufleet_cli.verbs.node import finding_lines, limit_of
+from gpufleet_cli.verbs.node import finding_lines, job_lines, limit_of
 
 
 @click.command(short_help="One card, by any of its names.")
@@ -43,6 +43,7 @@ def _screen(document: Json, settings: Settings) -> str:
         if found.get(key)
     ]
     lines.extend(render.wrap_line("   ".join(names), limit, "  "))
+    lines.extend(job_lines(found, limit))
     lines.extend(finding_lines(found, settings, limit))
     lines.extend(_pairs("values", f"last values, {render.age(found.get('age_s'))} old", found))
     lines.extend(_pairs("baselines", "baselines", found))

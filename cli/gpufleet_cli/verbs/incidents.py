@@ -7,7 +7,7 @@ from gpufleet_cli.client import Client, Json
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
-from gpufleet_cli.verbs.node import limit_of
+from gpufleet_cli.verbs.node import jobs_of, limit_of
 
 
 @click.group(invoke_without_command=True)
@@ -145,6 +145,7 @@ def _facts(found: render.Json) -> list[tuple[str, str]]:
             if found.get("resolved_at")
             else None,
         ),
+        ("jobs", jobs_of(found)),
         ("do", found.get("action")),
         ("runbook", found.get("runbook")),
     ]

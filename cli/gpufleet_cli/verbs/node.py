@@ -2,6 +2,7 @@
 
 import click
 
+from gpufleet import hostlist
 from gpufleet_cli import render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.render import Column
@@ -71,6 +72,7 @@ def _one(document: Json, settings: Settings) -> str:
     limit = limit_of(settings)
     lines = [
         *_head(found, settings, limit),
+        *job_lines(found, limit),
         *finding_lines(found, settings, limit),
         *_cards(found, settings, limit),
     ]
@@ -97,6 +99,36 @@ def _head(found: render.Json, settings: Settings, limit: int) -> list[str]:
         if render.get(found, "facts", key):
             facts.append(f"{key} {render.get(found, 'facts', key)}")
     return [*lines, *render.wrap_line("   ".join(facts), limit, "  ")]
+
+
+MOST_JOBS = 6
+"""Jobs that are named in a line; of more it says how many."""
+
+
+def jobs_of(found: render.Json) -> str | None:
+    """`41778 (slurm, ana, 8 cards)`, of each job of an incident, node or card; None = not known."""
+    if found.get("jobs") is None:
+        return None
+    named = [_job(job) for job in render.items(found, "jobs")]
+    more = len(named) - MOST_JOBS
+    return ", ".join(named[:MOST_JOBS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _job(job: render.Json) -> str:
+    nodes = job.get("nodes")
+    names = hostlist.fold(str(name) for name in nodes) if isinstance(nodes, list) and len(nodes) > 1 else ""
+    parts = [
+        str(job.get("kind") or "process not seen"),
+        *([str(job["user"])] if job.get("user") else []),
+        render.plural(render.count(job, "cards"), "card") + (f" on {names}" if names else ""),
+    ]
+    return f"{job.get('job_id') or '?'} ({', '.join(parts)})"
+
+
+def job_lines(found: render.Json, limit: int) -> list[str]:
+    """Who works there now; no line where that is not known."""
+    named = jobs_of(found)
+    return [] if named is None else render.wrap_line(f"jobs: {named or 'none'}", limit, "  ")
 
 
 def finding_lines(found: render.Json, settings: Settings, limit: int) -> list[str]:

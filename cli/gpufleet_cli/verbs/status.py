@@ -238,6 +238,9 @@ def _next(document: Json) -> list[str]:
     incidents = render.items(document, "incidents")
     if incidents:
         first = incidents[0]
-        return ["", f"next: fleet incidents show {first.get('number')} | fleet node {first.get('node')}"]
+        entity = str(first.get("entity"))
+        node, job = first.get("node"), entity.removeprefix("job:")
+        there = f"fleet node {node}" if node or job == entity else f"fleet job {job}"
+        return ["", f"next: fleet incidents show {first.get('number')} | {there}"]
     quiet = [item for item in render.items(document, "items") if item.get("state") != "ok"]
     return ["", f"next: fleet node {quiet[0].get('node')}"] if quiet else []

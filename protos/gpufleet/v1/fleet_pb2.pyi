@@ -149,6 +149,37 @@ class GetGpuResponse(google.protobuf.message.Message):
 Global___GetGpuResponse: typing_extensions.TypeAlias = GetGpuResponse
 
 @typing.final
+class GetJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """Empty = every job, a line each."""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+
+Global___GetJobRequest: typing_extensions.TypeAlias = GetJobRequest
+
+@typing.final
+class GetJobResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___GetJobResponse: typing_extensions.TypeAlias = GetJobResponse
+
+@typing.final
 class ListIncidentsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -54,6 +54,11 @@ class FleetServiceStub(object):
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetGpuRequest.SerializeToString,
                 response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetGpuResponse.FromString,
                 _registered_method=True)
+        self.GetJob = channel.unary_stream(
+                '/gpufleet.v1.FleetService/GetJob',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetJobRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetJobResponse.FromString,
+                _registered_method=True)
         self.ListIncidents = channel.unary_stream(
                 '/gpufleet.v1.FleetService/ListIncidents',
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListIncidentsRequest.SerializeToString,
@@ -122,6 +127,13 @@ class FleetServiceServicer(object):
 
     def GetGpu(self, request, context):
         """One card by UUID, serial, NODE/INDEX or PCI address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetJob(self, request, context):
+        """Who holds which card now: every job, or one with its processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +216,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.GetGpu,
                     request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetGpuRequest.FromString,
                     response_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetGpuResponse.SerializeToString,
+            ),
+            'GetJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetJob,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetJobRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetJobResponse.SerializeToString,
             ),
             'ListIncidents': grpc.unary_stream_rpc_method_handler(
                     servicer.ListIncidents,
@@ -354,6 +371,33 @@ class FleetService(object):
             '/gpufleet.v1.FleetService/GetGpu',
             gpufleet_dot_v1_dot_fleet__pb2.GetGpuRequest.SerializeToString,
             gpufleet_dot_v1_dot_fleet__pb2.GetGpuResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/GetJob',
+            gpufleet_dot_v1_dot_fleet__pb2.GetJobRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.GetJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,6 +91,22 @@ _FleetServiceGetGpuType = typing_extensions.TypeVar(
     ],
 )
 
+_FleetServiceGetJobType = typing_extensions.TypeVar(
+    '_FleetServiceGetJobType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetJobRequest,
+        gpufleet.v1.fleet_pb2.GetJobResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetJobRequest,
+        gpufleet.v1.fleet_pb2.GetJobResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetJobRequest,
+        gpufleet.v1.fleet_pb2.GetJobResponse,
+    ],
+)
+
 _FleetServiceListIncidentsType = typing_extensions.TypeVar(
     '_FleetServiceListIncidentsType',
     grpc.UnaryStreamMultiCallable[
@@ -219,7 +235,7 @@ _FleetServiceRunSqlType = typing_extensions.TypeVar(
     ],
 )
 
-class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceRunSqlType]):
+class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceRunSqlType]):
     @typing.overload
     def __init__(self: FleetServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -237,6 +253,10 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.GetGpuRequest,
             gpufleet.v1.fleet_pb2.GetGpuResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetJobRequest,
+            gpufleet.v1.fleet_pb2.GetJobResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.ListIncidentsRequest,
@@ -291,6 +311,10 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
             gpufleet.v1.fleet_pb2.GetGpuResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetJobRequest,
+            gpufleet.v1.fleet_pb2.GetJobResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.ListIncidentsRequest,
             gpufleet.v1.fleet_pb2.ListIncidentsResponse,
         ],
@@ -336,6 +360,9 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
     GetGpu: _FleetServiceGetGpuType
     """One card by UUID, serial, NODE/INDEX or PCI address."""
 
+    GetJob: _FleetServiceGetJobType
+    """Who holds which card now: every job, or one with its processes."""
+
     ListIncidents: _FleetServiceListIncidentsType
 
     GetIncident: _FleetServiceGetIncidentType
@@ -375,6 +402,10 @@ FleetServiceAsyncStub: typing_extensions.TypeAlias = FleetServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.GetGpuRequest,
         gpufleet.v1.fleet_pb2.GetGpuResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetJobRequest,
+        gpufleet.v1.fleet_pb2.GetJobResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.ListIncidentsRequest,
@@ -442,6 +473,14 @@ class FleetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.GetGpuResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.GetGpuResponse]]:
         """One card by UUID, serial, NODE/INDEX or PCI address."""
+
+    @abc.abstractmethod
+    def GetJob(
+        self,
+        request: gpufleet.v1.fleet_pb2.GetJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.GetJobResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.GetJobResponse]]:
+        """Who holds which card now: every job, or one with its processes."""
 
     @abc.abstractmethod
     def ListIncidents(

@@ -120,7 +120,7 @@ def test_a_rule_without_its_probe_is_not_applicable_until_it_comes(fleet: "Fleet
         "recovery_action",
         "remap_failed",
         "temperature_margin",
-    }, "agents of an earlier version read no health"
+    }, "agents of an earlier version read no health and no jobs"
     with bare.transaction() as write:
         for probe in PROBES:
             bare.ensure_probe(write, probe, _columns(fleet.store, probe))

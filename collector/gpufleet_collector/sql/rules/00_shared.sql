@@ -138,6 +138,21 @@ create or replace macro findings_at(as_of) as table
       and f.fired_at <= as_of and (f.resolved_at is null or f.resolved_at > as_of)
       and f.state <> 'pending';
 
+-- Who holds which card at as_of: the rows of each node's newest look at processes, while it is fresh. A node whose look
+-- found nobody has none.
+create or replace macro jobs_at(as_of) as table
+with look as (
+    select a.node, max(a.ts) as ts, max_by(a.received_at, a.ts) as received_at
+    from agent_samples() a
+    where a.probe = 'job' and a.ok and a.ts > as_of - interval 15 minute and a.ts <= as_of
+    group by a.node
+)
+select j.*, if(j.job_kind = 'slurm', '', j.node) as job_node, epoch(as_of - l.received_at) as age_s
+from look l
+left join (select node, max(interval_s) as interval_s from probe where probe = 'job' group by node) p on p.node = l.node
+join job_samples() j on j.node = l.node and j.ts = l.ts
+where epoch(as_of - l.received_at) <= fresh_s(p.interval_s) and j.ts > as_of - interval 15 minute;
+
 -- One row per card that is expected or seen: its state, the age of what is known, its last values, its findings.
 create or replace macro cards_at(as_of, lookback) as table
 with newest as (
