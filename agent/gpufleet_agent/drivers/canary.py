@@ -200,6 +200,8 @@ class StatCanaries:
         for known in (self._silent, self._turns):
             for key in [key for key in known if key not in here]:
                 del known[key]
+        for key in here & self._running.keys():  # mountinfo could not be read for once
+            self._silent.setdefault(key, self._running[key].began)
 
     def _start(self, key: Key) -> _Canary:
         answer_fd = os.memfd_create(MARK)

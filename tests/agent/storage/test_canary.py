@@ -174,6 +174,29 @@ def test_T08_the_probe_reports_every_mount_and_only_data_as_hung(
     assert hung_s["/data"] >= DEADLINE_S
 
 
+def test_T08_two_hang_and_one_recovers(fake: Fake, canaries: StatCanaries) -> None:
+    for key in (DATA, HOME):
+        fake.does(key, "block")
+    assert {key: one.state for key, one in canaries.ask([DATA, HOME, ROOT]).items()} == {
+        DATA: "hung",
+        HOME: "hung",
+        ROOT: "ok",
+    }
+    fake.recover(HOME)
+    until(lambda: not fake.alive(HOME))
+    answers = canaries.ask([DATA, HOME, ROOT])
+    assert {key: one.state for key, one in answers.items()} == {DATA: "hung", HOME: "ok", ROOT: "ok"}
+    assert answers[HOME].hung_s >= DEADLINE_S
+    assert len(fake.alive(DATA)) == len(fake.asked(DATA)) == 1
+    assert canaries.ask([]) == {}
+    assert canaries.ask([DATA])[DATA].state == "hung", "a look that saw no mounts changes nothing"
+    without = canaries.ask([HOME, ROOT])  # unmounted at last
+    assert set(without) == {HOME, ROOT}
+    fake.recover(DATA)
+    until(lambda: not fake.alive(DATA))
+    assert canaries.ask([DATA])[DATA].hung_s == 0.0, "mounted anew: it was not this one that hung"
+
+
 @pytest.mark.parametrize("how", ["stop", "sleep"])
 def test_T08_a_process_that_can_be_killed_is_replaced_so_that_recovery_is_seen(fake: Fake, how: str) -> None:
     canaries = StatCanaries([str(fake.path)], wait_s=0.05, deadline_s=0.1, kill_after_s=0.15)
