@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,14 +154,6 @@ class Training:
         verdict, code, reason = map(str, rows[0])
         return verdict, code, reason
 
-    def stalls(self) -> list[tuple["Cell", ...]]:
-        """(share, cause, scope) per minute, as the view has them."""
-        until = self.fleet.at.replace(second=0)
-        return self.fleet.sql(
-            "SELECT share, cause, scope FROM data_waits(?, ?) WHERE job_id = ? ORDER BY until_at",
-            until - timedelta(minutes=3), until, self.job_id,
-        )  # fmt: skip
-
 
 def together(
     jobs: Sequence[Training], minutes: float, judge: Judge | None = None, passes: tuple[int, ...] = (30,)
@@ -196,12 +188,18 @@ def train(fleet: "Fleet", judge: Judge) -> Training:
 
 def test_injected_shares_are_found_again(fleet: "Fleet", judge: Judge) -> None:
     shares = (0.0, 0.05, 0.1, 0.3, 0.5)
+    # the view shows the last hour
+    fleet.at = datetime.now(UTC).replace(tzinfo=None, second=0, microsecond=0) - timedelta(minutes=6)
     jobs = several(fleet, judge, [{"share": share} for share in shares])
+    began = fleet.at
     together(jobs, 4.5)
     for job, share in zip(jobs, shares, strict=True):
-        found = job.stalls()
+        found = fleet.sql(
+            "SELECT share, scope FROM main.data_stalls WHERE job = ? AND minute > ? AND minute < ?",
+            job.job_id, began, began + timedelta(minutes=4),
+        )  # fmt: skip
         assert len(found) == 3
-        for measured, _, scope in found:
+        for measured, scope in found:
             assert measured == pytest.approx(share, abs=0.02)
             assert scope == "job"
 
