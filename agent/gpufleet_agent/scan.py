@@ -246,6 +246,8 @@ def _probe_lines(name: str, metrics: Sequence[Metric], sweep: Sweep | None) -> l
 
 
 _SIZES = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
+_WHOLE_BYTES = 10_000
+"""Below it a size is told in bytes: an MTU is 1500 or 9000."""
 
 
 def _told(metric: Metric, cell: Value | None) -> str:
@@ -258,7 +260,7 @@ def _told(metric: Metric, cell: Value | None) -> str:
     if isinstance(cell, str):
         return f"{name} {cell}"
     if metric.unit is Unit.BYTE:
-        power, unit = next((at for at in _SIZES if cell >= 2 ** at[0]), (0, "B"))
+        power, unit = next((at for at in _SIZES if cell >= max(2 ** at[0], _WHOLE_BYTES)), (0, "B"))
         return f"{name} {cell / 2**power:.4g} {unit}"
     unit = "" if metric.unit in (Unit.TEXT, Unit.ONE, Unit.COUNT, Unit.BITS) else f" {metric.unit}"
     return f"{name} {cell:.4g}{unit}" if isinstance(cell, float) else f"{name} {cell}{unit}"

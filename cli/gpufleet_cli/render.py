@@ -119,11 +119,14 @@ def measured(name: str, value: object) -> str:
 
 
 def _binary(amount: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    """Below 10,000 in bytes, for an MTU is 1500 or 9000."""
+    if abs(amount) < 10_000:
+        return f"{amount:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        amount /= 1024
         if abs(amount) < 1024:
             return f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} TiB"
+    return f"{amount / 1024:.3g} TiB"
 
 
 def span(seconds: float) -> str:

@@ -94,6 +94,9 @@ def test_csv_keeps_what_is_hard() -> None:
     [
         ("uptime_s", 3340800.0, "uptime 38 d 16 h"),
         ("mem_available_bytes", 470 << 30, "memory available 470 GiB"),
+        ("spool_bytes", 0, "spool 0 B"),
+        ("mtu_bytes", 9000, "mtu 9000 B"),
+        ("spool_bytes", 3 << 39, "spool 1.5 TiB"),
         ("spool_oldest_s", 0.25, "spool oldest 0.25 s"),
         ("cpus", 96, "cpus 96"),
     ],
