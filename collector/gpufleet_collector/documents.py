@@ -206,9 +206,7 @@ def _count_nodes(nodes: Sequence[Row]) -> Row:
     }
 
 
-def one_node(
-    read: duckdb.DuckDBPyConnection, now: datetime, name: str, tables: Mapping[str, Iterable[str]]
-) -> Document:
+def one_node(read: duckdb.DuckDBPyConnection, now: datetime, name: str, tables: Iterable[str]) -> Document:
     """One node: cards, own findings, last values with their age, inventory facts.
 
     Raises:
@@ -257,17 +255,12 @@ def _facts(read: duckdb.DuckDBPyConnection, name: str) -> Row:
     return facts
 
 
-_NOT_HERE = ("gpu", "pci", "bench")
-"""Probes with several rows per sweep, which have their own place."""
-
-
-def _last_values(
-    read: duckdb.DuckDBPyConnection, now: datetime, name: str, tables: Mapping[str, Iterable[str]]
-) -> Row:
-    """The newest row of each probe that has one row per host."""
+def _last_values(read: duckdb.DuckDBPyConnection, now: datetime, name: str, tables: Iterable[str]) -> Row:
+    """The newest row of each probe that has one row per host: of several one would stand for all."""
     last: Row = {}
+    keyed = {str(row["probe"]) for row in rows(read, "SELECT DISTINCT probe FROM metric WHERE kind = 'key'")}
     for probe in sorted(tables):
-        if probe in _NOT_HERE or "gpu_uuid" in tables[probe]:
+        if probe in keyed and probe != "agent":
             continue
         own = "AND probe = 'agent'" if probe == "agent" else ""
         found = rows(

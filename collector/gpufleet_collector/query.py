@@ -143,7 +143,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.GetNodeRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.GetNodeResponse]:
         """One node, or all."""
-        tables = {probe: tuple(columns) for probe, columns in self._store.tables.items()}
+        tables = tuple(self._store.tables)
 
         def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
             if not request.node:

@@ -8,11 +8,12 @@ from datetime import datetime
 
 import pytest
 
+from gpufleet.metric import Type
 from gpufleet.v1 import fleet_pb2
-from gpufleet_collector import query, rules
+from gpufleet_collector import documents, query, rules
 from gpufleet_collector.documents import Health
 from gpufleet_collector.query import FleetServicer
-from gpufleet_collector.store import Store
+from gpufleet_collector.store import LIVE, Column, Store
 
 NOW = datetime(2026, 11, 30, 12)
 
@@ -108,3 +109,20 @@ def test_a_failing_builder_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch
         assert calls >= 2
 
     asyncio.run(play())
+
+
+def test_of_probes_with_several_rows_none_stands_for_all(store: Store) -> None:
+    """A healthy disk beside the sick one, say. An agent says of each column whether it is a key."""
+    add_node(store, "a")
+    shown = {
+        "host": (Column("load1", Type.F64, "1", "gauge", "", None, None, "avg"), 2.0),
+        "disk": (Column("disk", Type.STRING, "text", "key", "", None, None, ""), "vda"),
+        "agent": (Column("probe", Type.STRING, "text", "key", "", None, None, ""), "agent"),
+    }
+    with store.transaction() as write:
+        for probe, (column, value) in shown.items():
+            store.ensure_probe(write, probe, [column])
+            write.execute(f"INSERT INTO live.{probe} VALUES (?, ?, 'a', 'b', ?)", [NOW, NOW, value])
+    with store.reader(LIVE) as read:
+        (found,) = documents.one_node(read, NOW, "a", ("agent", "disk", "host"))["items"]
+    assert list(found["last"]) == ["agent", "host"]
