@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpufleet_collector.judge import Judge
+from gpufleet_collector.limits import JudgeSettings, Limit, Scope
+from gpufleet_collector.rules import load_rules
 
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Cell, Fleet, Node
@@ -110,3 +112,13 @@ def test_one_bad_minute_is_none(fleet: "Fleet", judge: Judge, minute: Minute) ->
     minute({"cpu-001": (False, 0.0, 16.0)}, judge)
     minute({"cpu-001": RIGHT}, judge, 5)
     assert fleet.findings() == []
+
+
+def test_where_nothing_has_to_keep_the_clock(fleet: "Fleet", minute: Minute) -> None:
+    settings = JudgeSettings(node={"guest": Scope(limit={RULE: {"kept": Limit(value=0)}})})
+    fleet.judge = Judge(fleet.store, settings, rules=[rule for rule in load_rules() if rule.name == RULE])
+    for name in ("guest", "host"):
+        quiet(fleet, name)
+    minute({"guest": (False, 0.0, 16.0), "host": (False, 0.0, 16.0)}, fleet.judge)
+    assert fleet.find(RULE, node="guest")[:2] == ("n/a", "by_design")
+    assert fleet.find(RULE, node="host")[:2] == ("warn", "unsynchronised")

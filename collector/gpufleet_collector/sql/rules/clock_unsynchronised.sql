@@ -10,6 +10,7 @@ max_severity  = "warn"
 runbook       = "clock_unsynchronised"
 
 [limits]
+kept          = { value = 1,   source = "0 = nothing has to keep the clock of such a node: its hypervisor sets it" }
 offset_s      = { value = 0.5, source = "own choice: what is left to correct is milliseconds where time synchronisation works" }
 error_max_s   = { value = 4,   source = "own choice: it grows by 1.8 s an hour without corrections; those that come rarest come every 34 minutes" }
 */
@@ -32,7 +33,8 @@ why_null as (
 ),
 judged as (
     select n.node, s.ts, s.v, l.offset_s, l.error_max_s,
-           case when s.ts is null or s.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 10))) then 'no_samples'
+           case when l.kept = 0 then 'by_design'
+                when s.ts is null or s.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 10))) then 'no_samples'
                 when s.v.right is null and y.reason = 'not_supported'     then 'not_supported'
                 when s.v.right is null                                    then 'unreadable'
                 when not s.v.right                                        then 'unsynchronised'
@@ -47,7 +49,7 @@ judged as (
     where n.hello_at is not null
 )
 select node, 'node:' as entity,
-       case when code = 'synchronised' then 'ok' when code = 'not_supported' then 'n/a'
+       case when code = 'synchronised' then 'ok' when code in ('not_supported', 'by_design') then 'n/a'
             when code in ('unsynchronised', 'offset', 'uncertain') then 'warn' else 'unknown' end as verdict,
        code,
        case code when 'offset' then abs(v.offset) when 'uncertain' then v.most when 'synchronised' then v.most end as observed,
@@ -57,6 +59,7 @@ select node, 'node:' as entity,
             when 'unsynchronised' then 'the kernel says that nothing keeps its clock right'
             when 'offset' then format('{:.3f} s of the clock''s error are still to be corrected', v.offset)
             when 'uncertain' then format('the last correction is long ago: the clock may be off by {:.1f} s', v.most)
+            when 'by_design' then 'limit kept says that nothing has to keep its clock'
             when 'not_supported' then 'this kernel does not say how its clock is kept'
             when 'unreadable' then 'the agent may not ask how the clock is kept'
             else 'no samples' end as reason,
