@@ -109,6 +109,21 @@ def test_a_fault_of_a_host_may_be_found_on_a_part_of_it(monkeypatch: pytest.Monk
     assert [fault.verdict for fault in on_card.faults] == ["found", "missed"]
 
 
+def test_a_fault_of_a_host_may_be_found_on_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked(monkeypatch, [GOOD[0], finding("agent_silent", "", "job:41778", 44)], 100).passed
+
+
+def test_a_card_that_waits_for_data_is_found_on_its_job_or_node(tmp_path: Path) -> None:
+    path = tmp_path / "waits.toml"
+    path.write_text(
+        "[fleet]\nnodes = 2\ngpus = 2\n"
+        '[[fault]]\nnode = "gpu-002"\ngpu = 1\nkind = "data_starved"\n'
+        'expect = { rule = "data_starved", within_s = 300 }\n'
+    )
+    (mine,) = check.expected(path, scenario.load(path).inventory_csv().encode())
+    assert (mine.node, mine.entity, mine.place) == ("gpu-002", "node:", "gpu-002/1")
+
+
 @pytest.mark.parametrize(
     ("findings", "verdicts", "pages"),
     [

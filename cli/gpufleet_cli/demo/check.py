@@ -38,7 +38,7 @@ class Fault:
 
     Attributes:
         node: Where.
-        entity: `gpu:<UUID>`, `port:<device>/<port>` or `node:`.
+        entity: `gpu:<UUID>`, `port:<device>/<port>`, or `node:` for the host, its parts and jobs.
         place: For people: gpu-001/3.
         kind: Of the fault.
         at: Seconds after the start.
@@ -164,7 +164,7 @@ def _entities(fault: Mapping[str, object], boards: Mapping[str, Sequence[str]]) 
 
 
 def _entity(kind: str, index: int | None, uuids: Sequence[str]) -> str:
-    if index is None:
+    if index is None or kind == "data_starved":  # whoever waits for data is a job, or its node
         return "node:"
     # the port beside a card is a thing of its own
     return f"port:mlx5_{index}/1" if kind.startswith("port_") else f"gpu:{uuids[index]}"
@@ -230,10 +230,11 @@ class Check:
 
 
 def _is(fault: Fault, finding: Mapping[str, object]) -> bool:
-    """Whether this finding is of this fault: one of a host may be found on a part of it, a memory module."""
+    """Whether this finding is of this fault: one of a host may be found on a part of it or on a job."""
     entity = str(finding["entity"])
     about = entity == fault.entity or (fault.entity == "node:" and not entity.startswith("gpu:"))
-    return about and (fault.rule, fault.node) == (finding["rule"], finding["node"])
+    where = entity.startswith("job:") or finding["node"] == fault.node  # a job may be on many hosts
+    return about and where and fault.rule == finding["rule"]
 
 
 def _time(at: object) -> datetime | None:
