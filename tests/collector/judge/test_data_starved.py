@@ -245,12 +245,23 @@ def test_a_culprit_whose_node_is_not_why_is_named_but_not_its_node(
     assert train.now("node:", "gpu-002")[:2] == ("ok", "as_others")
 
 
+def test_a_job_on_one_node_says_nothing_against_it(fleet: "Fleet", judge: Judge) -> None:
+    """Its other ranks read from the same disks with the same cores, and do not wait."""
+    node = fleet.add("gpu-001", gpus=8)
+    judge.compile(fleet.at)
+    train = Training(fleet, [node], shares={5: 0.5}, work=(1, 6, 1))
+    train.run(4.5, judge)
+    assert fleet.findings() == [("", "job:41778", "firing", "crit", "storage")]
+    assert "1 of 8 ranks (5), 1 of 1 node: storage" in train.now()[2]
+    assert train.now("node:", "gpu-001")[:2] == ("ok", "as_others")
+
+
 def test_two_slow_nodes_are_no_lone_suspect(train: Training, fleet: "Fleet") -> None:
     train.shares, train.io = {0: 0.4, 7: 0.4}, 0.5
     train.run(3.5)
     verdict, code, reason = train.now()
     assert (verdict, code) == ("crit", "storage")
-    assert "2 of 8 ranks, 2 of 2 nodes" in reason
+    assert "2 of 8 ranks (0,7), 2 of 2 nodes" in reason
     assert train.now("node:", "gpu-001")[0] == train.now("node:", "gpu-002")[0] == "ok"
 
 

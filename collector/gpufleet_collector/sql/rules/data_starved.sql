@@ -117,7 +117,8 @@ hooked as (
            any_value(nodes) as nodes, any_value(job_n) as job_n, any_value(job_unread) as unread,
            count(*) as waiting_ranks, count(distinct node) as waiting_nodes, min(node) as first_node,
            list(distinct rank order by rank)[:8] as rank_numbers,
-           if(any_value(alone_ranks) > 0 and any_value(alone_nodes) = 1, 'node', 'job') as scope,
+           -- with one node there is no other to compare it with
+           if(any_value(alone_ranks) > 0 and any_value(alone_nodes) = 1 and any_value(nodes) > 1, 'node', 'job') as scope,
            bool_and(workers = 0) as no_workers
     from waiting group by job_node, job_id, until_at
 ),
@@ -290,7 +291,8 @@ with wait as (
 ),
 told as (
     select *, if(share >= crit_share, 'crit', 'warn') as level,
-           format('{} of {} rank{}, {} of {} node{}', waiting_ranks, ranks, if(ranks = 1, '', 's'),
+           format('{} of {} rank{}{}, {} of {} node{}', waiting_ranks, ranks, if(ranks = 1, '', 's'),
+                  if(waiting_ranks < ranks and scope = 'job', format(' ({})', array_to_string(rank_numbers, ',')), ''),
                   waiting_nodes, nodes, if(nodes = 1, '', 's')) as spread,
            case cause when 'nfs_hung' then format('NFS does not answer ({})', hung_name)
                 when 'storage' then 'storage is slow (' || concat_ws(', ',
