@@ -113,6 +113,22 @@ def test_a_fault_of_a_host_may_be_found_on_a_job(monkeypatch: pytest.MonkeyPatch
     assert looked(monkeypatch, [GOOD[0], finding("agent_silent", "", "job:41778", 44)], 100).passed
 
 
+def test_two_jobs_that_wait_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked again and again; the finding on a node comes last and is of the first fault."""
+    faults = [check.Fault(name, "node:", name, "data_starved", 0, "data_starved", 60) for name in "abc"]
+    looking = check.Check(None, faults, 100)  # type: ignore[arg-type]
+    found = [finding("data_starved", *on, 9) for on in (("", "job:1"), ("", "job:2"), ("a", "node:"))]
+    began = [{"at": START.isoformat() + "Z"}]
+    monkeypatch.setattr(looking, "_rows", lambda query: began if "min(ts)" in query else found)
+    for _ in range(2):
+        looking.look()
+        assert [fault.delay_s for fault in looking.outcome.faults] == [9, 9, 9]
+        assert not looking.outcome.false_pages
+    found.append(finding("data_starved", "", "job:1", 50))
+    looking.look()
+    assert not looking.outcome.false_pages
+
+
 def test_a_card_that_waits_for_data_is_found_on_its_job_or_node(tmp_path: Path) -> None:
     path = tmp_path / "waits.toml"
     path.write_text(

@@ -211,12 +211,17 @@ class Check:
 
     def _match(self, start: datetime, findings: Sequence[Mapping[str, object]]) -> None:
         strange, explained = [], set()
-        for finding in findings:
-            fault = next((fault for fault in self.outcome.faults if _is(fault, finding)), None)
+        told: list[Fault] = []
+        # a finding on a job names no host: it is of a fault that no other finding tells of, if there is one
+        for finding in sorted(findings, key=_on_job):
+            matching = [fault for fault in self.outcome.faults if _is(fault, finding)]
+            untold = [fault for fault in matching if fault not in told] if _on_job(finding) else []
+            fault = next(iter(untold or matching), None)
             fired = _time(finding["fired_at"])
             if fault is None or fired is None or fired < start + timedelta(seconds=fault.at):
                 strange.append(finding)
                 continue
+            told.append(fault)
             explained.add(finding.get("incident"))
             if fault.delay_s is None:
                 fault.delay_s = (fired - start).total_seconds() - fault.at
@@ -233,8 +238,12 @@ def _is(fault: Fault, finding: Mapping[str, object]) -> bool:
     """Whether this finding is of this fault: one of a host may be found on a part of it or on a job."""
     entity = str(finding["entity"])
     about = entity == fault.entity or (fault.entity == "node:" and not entity.startswith("gpu:"))
-    where = entity.startswith("job:") or finding["node"] == fault.node  # a job may be on many hosts
+    where = _on_job(finding) or finding["node"] == fault.node  # a job may be on many hosts
     return about and where and fault.rule == finding["rule"]
+
+
+def _on_job(finding: Mapping[str, object]) -> bool:
+    return str(finding["entity"]).startswith("job:")
 
 
 def _time(at: object) -> datetime | None:
