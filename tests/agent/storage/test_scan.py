@@ -18,7 +18,7 @@ def test_a_hosts_disks_and_mounts(tree: Callable[[str], Path]) -> None:
     seen = look(HostSettings(driver="none", root=str(tree("workstation"))), deadline_s=30.0)
     lines = table(seen).splitlines()
     assert "disk        5" in lines
-    assert "  sdd  in flight 0, size 3726.0 GiB, rotational, state offline" in lines
+    assert "  sdd  in flight 0, size 3.639 TiB, rotational, state offline" in lines
     assert "mount       4" in lines
     assert "  /archive  fstype ext4, source /dev/md127, read only" in lines
     assert "not supported: mount: nfs_*, lustre_*" in lines
