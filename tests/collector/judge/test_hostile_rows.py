@@ -1,6 +1,7 @@
 """What one agent says may spoil its own verdicts, never a pass: nobody else would be judged."""
 
 import json
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def rules() -> tuple[str, ...]:
-    return ("mount_hung", "nvlink_down")
+    return ("mount_hung", "nvlink_down", "data_starved")
 
 
 def insert(fleet: "Fleet", store: Store, table: str, node: str, **said: object) -> None:
@@ -77,3 +78,26 @@ def test_a_card_with_billions_of_links_stops_no_rule(fleet: "Fleet", judge: Judg
     entity = links_down(fleet, store, links=2**62, links_up=2**63 - 1)
     fleet.run(5, judge)
     assert fleet.findings("nvlink_down") == [("gpu-001", entity, "pending", "warn", "some_down")]
+
+
+def test_counts_of_nfs_near_the_end_of_their_type_stop_no_rule(
+    fleet: "Fleet", judge: Judge, store: Store
+) -> None:
+    fleet.add("gpu-001", gpus=1)
+    fleet.at = fleet.at.replace(second=30)
+    for _ in range(2):
+        fleet.at += timedelta(seconds=15)
+        hung(
+            fleet,
+            store,
+            "gpu-001",
+            **dict.fromkeys(
+                ("nfs_read_ops_total", "nfs_getattr_ops_total", "nfs_lookup_ops_total"), 2**63 - 1
+            ),
+        )
+        insert(
+            fleet, store, "job", "gpu-001", job_id="7", job_kind="slurm", pid=1, pid_start=1, gpu_uuid="GPU-1"
+        )
+    fleet.at += timedelta(seconds=20)
+    fleet.run(5, judge)
+    assert [row[0] for row in fleet.sql("SELECT status FROM rule WHERE rule = 'data_starved'")] == ["ok"]
