@@ -22,7 +22,7 @@ def _binary(chance: random.Random) -> bytes:
 
 
 def damage(path: Path, chance: random.Random) -> None:
-    """Make one file missing, empty, cut, binary, endless, another kind of file, or a link to nowhere or itself."""
+    """Make one file missing, empty, cut, binary, long, of another kind, or a link to nowhere or itself."""
     was = b"" if path.is_symlink() or path.is_dir() else path.read_bytes()
     kind = chance.randrange(10)
     if path.is_dir() and not path.is_symlink():
