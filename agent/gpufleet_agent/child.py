@@ -37,7 +37,8 @@ class Child:
         started: time.monotonic() when it was started.
         code: Its exit status once it ended (negative = signal); None while it runs.
         progress: Its progress word.
-        broken: Why what it sent could not be read; empty = it could.
+        broken: Why it is of no use any more, as when what it sent could not be read; empty = it is.
+        heard: time.monotonic() when it last sent something, or was started.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Child:
         assert process.stdin is not None
         assert process.stdout is not None
         self.pid = process.pid
-        self.started = time.monotonic()
+        self.started = self.heard = time.monotonic()
         self.code: int | None = None
         self.progress = progress
         self.broken = ""
@@ -135,6 +136,7 @@ class Child:
         """Take a bounded piece of what is in the pipe, so that the loop goes on; False = there was none."""
         try:
             data = os.read(self._out, _READ)
+            self.heard = time.monotonic()
             for message in self._frames.feed(data):
                 self._deliver(message)
         except BlockingIOError:

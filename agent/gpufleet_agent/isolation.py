@@ -9,6 +9,7 @@ is a lost card that the bus still shows. At most one process per card is ever st
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ STEADY_S = 60.0
 KERNEL_LOG_S = 2.0
 """How often the kernel log is looked at: reading it takes microseconds when there is nothing new."""
 
+SILENT_S = 60.0
+"""A sampler that rests for so long, and for three intervals of its busiest probe, was stopped or is stuck."""
+
 KILL_AFTER_S = 1.0
 """An abandoned child ends by itself when it can; after this long it is killed, if the kernel lets it be."""
 
@@ -51,6 +55,7 @@ class Watched:
         seen: What it was doing at the last look. Only what is seen twice can be overdue: after a pause of the
             whole machine every call looks late.
         aside: The call beside its loop at the last look.
+        silent: When it last sent something, at the last look that found it silent for too long.
         planned: It was told to end.
         sweeps: What a trial read.
     """
@@ -58,6 +63,7 @@ class Watched:
     child: Child
     seen: Doing | None = None
     aside: Doing | None = None
+    silent: float = 0.0
     planned: bool = False
     sweeps: list[Sweep] = field(default_factory=list)
 
@@ -138,6 +144,8 @@ class Isolation:
             doing = self._overdue(self._sampler, now)
             if doing is not None:
                 self._hung(self._sampler.child, *doing, now)
+            elif self._silent(self._sampler, now):
+                self._sampler.child.broken = "it fell silent"
             elif now - self._sampler.child.started > STEADY_S:
                 self._ends = 0
         self._look_after_trial(now)
@@ -371,6 +379,14 @@ class Isolation:
             return None
         twice = before is not None and before.number == doing.number
         return (doing, phase.call if phase else "") if twice else None
+
+    def _silent(self, watched: Watched, now: float) -> bool:
+        """Whether a child that says it rests should have sent something long ago, seen so at two looks."""
+        heard, before = watched.child.heard, watched.silent
+        resting = watched.child.progress.phase() is None
+        most_s = max(SILENT_S, 3 * min(self._probes.values(), default=math.inf))
+        watched.silent = heard if resting and now - heard > most_s else 0.0
+        return watched.silent == before != 0.0
 
     # ---- orphans
 

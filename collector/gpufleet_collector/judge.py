@@ -268,11 +268,13 @@ class Judge:
         counts = dict(
             read.execute("SELECT coalesce(verdict, 'NULL'), count(*) FROM said GROUP BY 1").fetchall()
         )
+        # an agent may leave out any cell: words made of it are NULL then, and an entity is none
         rows = read.execute(
-            "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, reason, "
-            "detail::VARCHAR "
-            "FROM said WHERE verdict IN ('warn', 'crit') OR verdict = 'ok' AND (node, entity) IN "
-            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[]))) ORDER BY node, entity",
+            "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, "
+            "coalesce(reason, code), detail::VARCHAR FROM said "
+            "WHERE node IS NOT NULL AND entity IS NOT NULL AND code IS NOT NULL "
+            "AND (verdict IN ('warn', 'crit') OR verdict = 'ok' AND (node, entity) IN "
+            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))) ORDER BY node, entity",
             given,
         ).fetchall()
         named = read.execute(
@@ -298,7 +300,7 @@ class Judge:
             return {}
         rows = read.execute(
             "SELECT node, max_by(ts - to_seconds(uptime_s), ts) FROM host WHERE ts > $at - INTERVAL 5 MINUTE "
-            "AND ts <= $at AND uptime_s IS NOT NULL AND node IN (SELECT unnest($nodes::VARCHAR[])) "
+            "AND ts <= $at AND uptime_s BETWEEN 0 AND 1e9 AND node IN (SELECT unnest($nodes::VARCHAR[])) "
             "GROUP BY node",
             {"at": as_of, "nodes": sorted(nodes)},
         ).fetchall()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gpufleet.event import Event
+from gpufleet_agent import isolation
 from gpufleet_agent.child import Child
 from gpufleet_agent.config import Sampling
 from gpufleet_agent.episodes import Episodes
@@ -486,6 +487,32 @@ def test_killing_the_sampler_again_and_again_loses_nothing_that_was_sent_and_lea
     assert set(stage.kinds()) <= {"sampler_restarted", "driver_crashed"}
     stamps = [sweep.mono_us for _, sweep in stage.sweeps if sweep.probe == "gpu"]
     assert stamps == sorted(set(stamps))
+
+
+def test_a_sampler_that_was_stopped_while_it_rested_is_replaced(
+    tmp_path: Path, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path, kit.scenario())
+
+    async def work(stage: Stage) -> None:
+        await stage.more("gpu")
+        watched = stage.isolation._sampler
+        assert watched is not None
+        process = psutil.Process(watched.child.pid)
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED or watched.child.progress.phase() is not None:
+            process.resume()
+            await stage.for_s(0.05)
+            process.suspend()
+            await stage.for_s(0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(isolation, "SILENT_S", 1.0)
+            await stage.until(stage.kinds)
+        await stage.more("gpu")
+
+    play(stage, work)
+    assert [(event.kind, event.code) for event in stage.events] == [("sampler_restarted", "signal_9")]
+    assert "it fell silent" in stage.events[0].message
 
 
 def test_what_a_child_sent_before_it_died_is_heard(tmp_path: Path) -> None:

@@ -123,3 +123,22 @@ def test_silence_and_a_hang_clear_nothing_but_an_unmount_does(
     del mounts.here["gpu-001", "/scratch"]
     fleet.run(30, judge, every=30)
     assert fleet.findings() == []
+
+
+@pytest.mark.parametrize(
+    ("fstype", "source", "judged"),
+    [
+        ("fuse.mergerfs", "disk1:disk2", ["gpu-001", "gpu-002"]),
+        ("virtiofs", "scratch", ["gpu-001", "gpu-002"]),
+        ("9p", "hostshare", ["gpu-001", "gpu-002"]),
+        ("lustre", "10.0.0.1@o2ib:/fs", ["gpu-001"]),
+    ],
+)
+def test_what_only_bears_the_same_name_on_two_hosts_is_judged_on_both(
+    fleet: "Fleet", judge: Judge, mounts: Mounts, fstype: str, source: str, judged: list[str]
+) -> None:
+    fleet.add("gpu-002", gpus=0)
+    for node in ("gpu-001", "gpu-002"):
+        mounts.add(node, "/scratch", TB, GB, fstype=fstype, source=source, network=True)
+    fleet.run(90, judge, every=30)
+    assert [row[0] for row in fleet.findings()] == judged

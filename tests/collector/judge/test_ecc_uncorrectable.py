@@ -119,3 +119,14 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     fleet.nodes["gpu-002"].up = False
     fleet.run(200)
     assert fleet.find(RULE, cards[3].entity)[:2] == ("unknown", "no_samples")
+
+
+def test_one_sample_that_forgot_the_errors_pages_nobody(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    for total in (37, 37, 0, 37, 37):
+        card.health[TOTAL] = total
+        fleet.run(60, judge, every=60)
+    assert fleet.findings() == []
+    card.health[TOTAL] = 38
+    fleet.run(60, judge, every=60)
+    assert [row[2:] for row in fleet.findings()] == [("firing", "crit", "uncorrectable")]

@@ -165,3 +165,15 @@ def test_silence_is_unknown_and_clears_nothing(fleet: "Fleet", judge: Judge, mou
     fleet.run(420, judge, every=140)
     assert fleet.find(RULE, DATA)[:2] == ("unknown", "no_samples")
     assert [row[2] for row in fleet.findings()] == ["firing"]
+
+
+def test_a_soft_mount_that_nobody_asks_is_not_down_for_ever(
+    fleet: "Fleet", judge: Judge, mounts: Mounts
+) -> None:
+    # of a request that was given up the kernel never says that the server answers again
+    mounts.data |= {"canary_state": None, "canary_code": None, "hung_s": None}
+    fleet.event(mounts.node, "nfs", "timed_out", "node:", server="filer-01")
+    fleet.run(30, judge, every=30)
+    assert [row[2:] for row in fleet.findings()] == [("firing", "warn", "not_responding")]
+    fleet.run(330, judge, every=30)
+    assert fleet.find(RULE, DATA)[:2] == ("n/a", "not_asked")

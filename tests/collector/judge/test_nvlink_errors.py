@@ -156,3 +156,11 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "hung")
     fleet.at += timedelta(seconds=100)
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "no_samples")
+
+
+def test_one_sweep_that_forgot_the_failures_pages_nobody(fleet: "Fleet", judge: Judge) -> None:
+    card = one(fleet)
+    sweeps(fleet, judge, card, "recoveries_failed_total", [37, 37, 0, 37, 37])
+    assert fleet.findings() == []
+    sweeps(fleet, judge, card, "recoveries_failed_total", [38])
+    assert found(fleet) == [("crit", "recovery_failed")]

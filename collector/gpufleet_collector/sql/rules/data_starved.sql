@@ -182,7 +182,8 @@ mounted as (
                  max(nfs_retransmits_total)) as retransmits,
            grown(min(ops), min_by(ops, ts), max_by(ops, ts), max(ops)) as ops,
            grown(min(rtt_s), min_by(rtt_s, ts), max_by(rtt_s, ts), max(rtt_s)) as rtt_s
-    from (select *, coalesce(nfs_read_ops_total, 0) + coalesce(nfs_getattr_ops_total, 0) + coalesce(nfs_lookup_ops_total, 0) as ops,
+    from (select *, coalesce(nfs_read_ops_total, 0)::double + coalesce(nfs_getattr_ops_total, 0)
+                     + coalesce(nfs_lookup_ops_total, 0) as ops,
                  coalesce(nfs_read_rtt_s_total, 0) + coalesce(nfs_getattr_rtt_s_total, 0) + coalesce(nfs_lookup_rtt_s_total, 0) as rtt_s,
                  unnest(minutes_of(ts, 35)) as until_at
           from mount_samples() where ts > since - interval 2 minute and ts < until) m

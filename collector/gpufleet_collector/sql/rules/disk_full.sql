@@ -24,6 +24,7 @@ with sweep as (
 -- A mount that does not answer has no figures, nor has one whose turn is the next time: the last that it had.
 told as (
     select m.node, m.mount, bool_or(m.ts = s.ts) as here, any_value(m.network) as network, max_by(m.source, m.ts) as source,
+           max_by(m.fstype, m.ts) as fstype,
            max_by({'ts': m.ts, 'size': m.size_bytes::double, 'free': m.free_bytes::double, 'avail': m.avail_bytes::double}, m.ts)
                filter (m.size_bytes > 0 and m.avail_bytes is not null and m.free_bytes is not null) as b,
            max_by({'ts': m.ts, 'all': m.inodes::double, 'free': m.inodes_free::double}, m.ts)
@@ -46,7 +47,9 @@ used as (
            100 * (t.b.size - t.b.free) / nullif((t.b.size - t.b.free) + t.b.avail, 0) as used_pct,
            t.b.avail / 1e9                              as avail_gb,
            100 * (t.i.all - t.i.free) / t.i.all         as inodes_pct,
-           t.network and row_number() over (partition by t.network, t.source order by t.b.ts is null, t.node) > 1 as elsewhere
+           -- a tag, or the name of a program, is the same on many hosts and means another file system on each
+           t.network and t.fstype not in ('9p', 'virtiofs') and not starts_with(t.fstype, 'fuse')
+               and row_number() over (partition by t.network, t.source order by t.b.ts is null, t.node) > 1 as elsewhere
     from thing t
     join limits_disk_full l on l.node = t.node and l.model = ''
     left join (select node, max(interval_s) as interval_s from probe where probe = 'mount' group by node) p on p.node = t.node

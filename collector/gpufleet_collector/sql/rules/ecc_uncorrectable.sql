@@ -26,15 +26,22 @@ newest as (
            max_by({'state': state, 'total': total, 'sram': sram, 'boot_id': boot_id, 'epoch': driver_epoch}, ts) as v
     from recent group by node, gpu_uuid
 ),
-moved as (
+told as (
     select node, gpu_uuid, boot_id, driver_epoch,
-           list({'ts': ts, 'total': total} order by ts) as seen
+           list({'ts': ts, 'total': total} order by ts) as all_seen
     from recent semi join (
         select node, gpu_uuid from recent where total is not null
         group by node, gpu_uuid, boot_id, driver_epoch having max(total) > min(total)
     ) m using (node, gpu_uuid)
     where total is not null
     group by node, gpu_uuid, boot_id, driver_epoch
+),
+moved as (
+    -- a sample below both of its neighbours, which do not fall, is a bad one
+    select * exclude (all_seen),
+           list_filter(all_seen, lambda x, i: not coalesce(x.total < all_seen[i - 1].total
+                                                           and all_seen[i + 1].total >= all_seen[i - 1].total, false)) as seen
+    from told
 ),
 steps as (
     select node, gpu_uuid, boot_id, driver_epoch, unnest(range(2, len(seen) + 1)) as step, seen from moved

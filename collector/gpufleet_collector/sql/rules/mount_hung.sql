@@ -51,7 +51,9 @@ server as (
 ),
 joined as (
     select t.*, l.crit_s, v.ts as log_at, v.code as log_code, v.duration_s,
-           v.code in ('not_responding', 'timed_out') and coalesce(t.answered_at < v.ts, true) as log_open,
+           -- a request that was given up is not followed by word that the server answers again
+           (v.code = 'not_responding' or v.code = 'timed_out' and v.ts > as_of - interval 5 minute)
+               and coalesce(t.answered_at < v.ts, true) as log_open,
            coalesce(t.was_writable, false) or coalesce(w.value, 0) > 0 as writable,
            coalesce(t.seen_at >= as_of - to_seconds(fresh_s(p.interval_s)), false) as fresh
     from thing t

@@ -95,6 +95,6 @@ select node, entity,
             when 'unreadable' then 'not every link can be read'
             else 'the card does not answer' end as reason,
        json_object('gpu_uuid', gpu_uuid, 'links', v.links, 'basis', if(expected > 0, basis, null), 'links_up', v.up,
-                   'inactive', if(code = 'some_down', list_filter(range(v.links::bigint), lambda i: (v.up::bigint >> i) & 1 = 0), null),
+                   'inactive', if(code = 'some_down', list_filter(range(least(v.links, 64)::bigint), lambda i: (v.up::bigint >> i) & 1 = 0), null),
                    'driver_state', v.state) as detail
 from judged;

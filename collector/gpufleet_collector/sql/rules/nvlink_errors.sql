@@ -34,7 +34,9 @@ newest as (
     select node, gpu_uuid, max(ts) as ts, max_by(v, ts) as v from recent group by node, gpu_uuid
 ),
 older as (
-    select r.node, r.gpu_uuid, max_by(r.v, r.ts) as v
+    select r.node, r.gpu_uuid, max_by(r.v, r.ts) as v,
+           -- what fires at once must not come of one sweep that read too little
+           max(r.v.failed) filter (r.v.boot_id = n.v.boot_id and r.v.epoch is not distinct from n.v.epoch) as most_failed
     from recent r join newest n on n.node = r.node and n.gpu_uuid = r.gpu_uuid
     where r.ts < n.ts
     group by r.node, r.gpu_uuid
@@ -56,7 +58,7 @@ step as (
            greatest(n.v.crc::double - o.v.crc, 0)               as crc,
            greatest(n.v.replays::double - o.v.replays, 0)       as replays,
            greatest(n.v.recoveries::double - o.v.recoveries, 0) as recoveries,
-           greatest(n.v.failed::double - o.v.failed, 0)         as failed,
+           greatest(n.v.failed::double - o.most_failed, 0)      as failed,
            greatest(n.v.ecc::double - o.v.ecc, 0)               as ecc
     from newest n left join older o on o.node = n.node and o.gpu_uuid = n.gpu_uuid
 ),
