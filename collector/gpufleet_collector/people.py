@@ -1,8 +1,8 @@
 """What people do with incidents: acknowledge, silence, maintenance windows, notes, closing with a reason.
 
 CLI -> query -> here -> one transaction: what was done, and its row in `audit`. Only closing touches what
-the judge writes, and the judge follows it (`Closed`). That people know of a trouble changes no state: what follows
-from these rows are macros (sql/rules/02_people.sql), so that the store alone tells it for any time.
+the judge writes, and the judge follows it (`closed`). That people know of a trouble changes no state: what
+holds at a time is macros over these rows (sql/rules/02_people.sql), so that the store alone tells it.
 """
 
 import json

@@ -167,7 +167,8 @@ def _known(found: render.Json) -> str | None:
     """Who knows of it, and until when."""
     claimed, until, note = (render.get(found, "acknowledged", key) for key in ("claimed", "until", "note"))
     parts = [
-        flags_of(found) + (" (claimed)" if claimed else ""),
+        flags_of(found),
+        "the name is claimed" if claimed else "",
         f"until {clock(until)} UTC" if until else "",
         str(note or ""),
     ]
