@@ -673,7 +673,8 @@ def _log(read: duckdb.DuckDBPyConnection, number: int) -> list[Row]:
         {**entry, "logged_at": iso(entry["logged_at"]), "by": None, "claimed": None} for entry in found
     ]
     done = people.acts(read, [number]).get(number, [])
-    return sorted([*entries, *done], key=lambda entry: str(entry["logged_at"]))
+    # without the Z, which would sort a whole second behind its fractions
+    return sorted([*entries, *done], key=lambda entry: str(entry["logged_at"]).removesuffix("Z"))
 
 
 def _events(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: object) -> list[Row]:

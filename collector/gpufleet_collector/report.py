@@ -123,7 +123,7 @@ def handover(read: duckdb.DuckDBPyConnection, now: datetime, since_s: float) -> 
     listed = [int(str(number)) for number in numbers[:MOST]]
     found = documents.incidents(read, now, open_only=False, numbers=listed)
     done = people.acts(read, listed, since)
-    border = iso(since) or ""
+    border = since.isoformat()
     items = [_chapter(one, border) | {"acts": done.get(int(str(one["number"])), [])} for one in found]
     return documents.document(
         "IncidentReport",
@@ -140,12 +140,12 @@ def handover(read: duckdb.DuckDBPyConnection, now: datetime, since_s: float) -> 
 
 def _chapter(incident: Row, since: str) -> Row:
     """Which of opened, open before, and closed in that time it is."""
-    opened = str(incident["opened_at"]) >= since
+    opened = str(incident["opened_at"]).removesuffix("Z") >= since
     resolved = incident["resolved_at"]
     return {
         **incident,
         "opened_since": opened,
-        "closed_since": resolved is not None and str(resolved) >= since,
+        "closed_since": resolved is not None and str(resolved).removesuffix("Z") >= since,
     }
 
 
