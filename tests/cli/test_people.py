@@ -231,6 +231,15 @@ def test_a_matcher_names_what_was_typed(rules: list[str], entities: list[str]) -
     assert person.matcher(words) == {"rules": rules, "entities": entities}
 
 
+@pytest.mark.parametrize("words", [("node",), ("incidents",), ("sql", "select a from range(5) t(a)")])
+def test_lists_are_markdown_tables(seed: Seed, run: Run, words: tuple[str, ...]) -> None:
+    faults(seed)
+    head, line, *rows = run(*words, "-o", "md").output.splitlines()
+    assert set(line) == {"|", "-", " "}
+    assert {text.replace("\\|", "").count("|") for text in (head, *rows)} == {line.count("|")}
+    assert len(rows) == (3 if words == ("incidents",) else 5)
+
+
 @given(st.text(max_size=40))
 def test_markdown_stays_one_line_of_a_table(value: str) -> None:
     [_, _, line] = render.as_markdown(["a"], [[value]]).split("\n")[:3]

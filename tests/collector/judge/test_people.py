@@ -192,7 +192,7 @@ def xid(fleet: "Fleet", code: str = "79") -> None:
     fleet.event(node, "xid", code, node.cards[0].entity, message=f"Xid {code}")
 
 
-def test_only_a_person_closes_what_latches_and_only_new_evidence_opens_it_again(
+def test_a_person_closes_what_waits_for_proof_and_only_new_evidence_opens_it_again(
     fleet: "Fleet", store: Store
 ) -> None:
     judge = Judge(store, JudgeSettings(), rules=[RULES["xid"]])
