@@ -10,7 +10,7 @@ from gpufleet_agent.benches import METRICS as BENCH
 from gpufleet_agent.probes import PROBES, agent
 
 HERE = Path(__file__).resolve().parent
-STORE = HERE.parent / "collector/gpufleet_collector/sql/schema/01_live.sql"
+STORE = HERE.parent / "collector/gpufleet_collector/sql/schema"
 
 
 def schema() -> str:
@@ -39,9 +39,8 @@ def schema() -> str:
     out += ["## Kinds of `event`", "", "| kind | meaning |", "|---|---|"]
     out += [f"| `{kind}` | {text} |" for kind, text in KINDS.items()] + [""]
     out += ["## Tables of the store", ""]
-    for comment, name in re.findall(
-        r"((?:^--.*\n)*)^create table if not exists live\.(\w+)", STORE.read_text(), re.M
-    ):
+    scripts = "\n".join(path.read_text() for path in sorted(STORE.glob("*.sql")))
+    for comment, name in re.findall(r"((?:^--.*\n)*)^create table if not exists live\.(\w+)", scripts, re.M):
         text = " ".join(line.removeprefix("--").strip() for line in comment.splitlines())
         out.append(f"- `{name}`{': ' + text if text else ''}")
     return "\n".join(out) + "\n"

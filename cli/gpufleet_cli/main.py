@@ -11,7 +11,19 @@ from gpufleet import __version__
 from gpufleet_cli import errors
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import options
-from gpufleet_cli.verbs import demo, explain, gpu, incidents, inventory, job, node, sql, status, version
+from gpufleet_cli.verbs import (
+    demo,
+    explain,
+    gpu,
+    incidents,
+    inventory,
+    job,
+    maintenance,
+    node,
+    sql,
+    status,
+    version,
+)
 
 EXIT_CODES = """
 \b
@@ -88,6 +100,7 @@ fleet.add_command(node.node)
 fleet.add_command(gpu.gpu)
 fleet.add_command(job.job)
 fleet.add_command(incidents.incidents)
+fleet.add_command(maintenance.maintenance)
 fleet.add_command(inventory.inventory)
 fleet.add_command(sql.sql)
 fleet.add_command(explain.explain)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -89,6 +90,11 @@ def age(seconds: object) -> str:
         if left >= 2 * size or (unit == "m" and left >= size * 2):
             return f"{int(left // size)}{unit}"
     return f"{int(left)}s"
+
+
+def clock(at: object) -> str:
+    """`2026-11-30 09:42:18` of an ISO time."""
+    return str(at).replace("T", " ").removesuffix("Z").partition(".")[0] if at else "-"
 
 
 def number(value: object, digits: int = 0) -> str:
@@ -279,6 +285,21 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     for row in rows:
         writer.writerow(["" if cell is None else text_for_csv(cell) for cell in row])
     return out.getvalue()
+
+
+def as_markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; NULL is an empty cell."""
+    cells = [["" if cell is None else markdown(text_for_csv(cell)) for cell in row] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *cells]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) if columns else ""
+
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~])")
+
+
+def markdown(value: str) -> str:
+    """Text that stays itself inside a line of Markdown."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(value.split()))
 
 
 def text_for_csv(cell: object) -> str:

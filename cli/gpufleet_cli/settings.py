@@ -9,7 +9,7 @@ from typing import TypeVar
 import click
 
 DEFAULT_SERVER = "127.0.0.1:7443"
-FORMATS = ("table", "wide", "json", "jsonl", "csv")
+FORMATS = ("table", "wide", "json", "jsonl", "csv", "md")
 _KEY = "gpufleet."
 _WEIGHT = "/weight"
 

@@ -34,6 +34,17 @@ def show(context: click.Context, fetch: Fetch, screen: Screen, exit_code: ExitCo
     context.exit(exit_code(document) if settings.exit_code else errors.OK)
 
 
+def once(context: click.Context, fetch: Fetch, screen: Screen) -> None:
+    """Do something and print what came of it; `--watch` would do it again, and is not obeyed.
+
+    Raises:
+        FleetError: The collector did not answer, or said no.
+    """
+    settings = settings_of(context)
+    with Client(settings) as client:
+        emit(fetch(client), screen, settings)
+
+
 def emit(document: Json, screen: Screen, settings: Settings) -> None:
     """Print one document in the chosen format."""
     found = render.get(document, "items")
@@ -45,6 +56,9 @@ def emit(document: Json, screen: Screen, settings: Settings) -> None:
     elif settings.output == "csv":
         columns, rows = flat(items)
         echo(render.as_csv(columns, rows), newline=False)
+    elif settings.output == "md":
+        columns, rows = flat(items)
+        echo(render.as_markdown(columns, rows), newline=False)
     else:
         echo(render.plain_if_needed(screen(document, settings)))
 

@@ -11,7 +11,7 @@ from datetime import datetime
 import duckdb
 import msgspec
 
-from gpufleet_collector import jobs
+from gpufleet_collector import jobs, people
 from gpufleet_collector.inventory import Difference
 from gpufleet_collector.sandbox import plain
 
@@ -122,6 +122,7 @@ def status(read: duckdb.DuckDBPyConnection, now: datetime, version: str, health:
     """The 30-second screen."""
     found = _nodes(read, now)
     nodes = [_node(row, now) for row in found]
+    wrong = incidents(read, now, open_only=True)
     seen = [row["received_at"] for row in found if isinstance(row["received_at"], datetime)]
     newest = max(seen, default=None)
     return document(
@@ -143,7 +144,8 @@ def status(read: duckdb.DuckDBPyConnection, now: datetime, version: str, health:
         nodes=_count_nodes(nodes),
         newest_data_at=iso(newest),
         data_age_s=age_s(now, newest),
-        incidents=incidents(read, now, open_only=True),
+        incidents=wrong,
+        known=count_flags(wrong),
     )
 
 
@@ -179,6 +181,12 @@ def _node(row: Row, now: datetime) -> Row:
         "reason": reasons[0] if isinstance(reasons, list) and reasons else None,
         "worst_card": _worst_card(row),
     }
+
+
+def count_flags(of: Sequence[Row]) -> dict[str, int]:
+    """How many of these incidents are acknowledged, silenced, in maintenance."""
+    flags = [flag for one in of if isinstance(one["flags"], list) for flag in one["flags"]]
+    return {flag: flags.count(flag) for flag in people.FLAGS}
 
 
 def _worst_card(row: Row) -> Row | None:
@@ -524,33 +532,39 @@ def _evidence(value: object) -> object:
     ]
 
 
-def incidents(read: duckdb.DuckDBPyConnection, now: datetime, open_only: bool) -> list[Row]:
-    """Incidents, worst and newest first; resolved ones after the open ones."""
+def incidents(
+    read: duckdb.DuckDBPyConnection, now: datetime, open_only: bool, numbers: Sequence[int] | None = None
+) -> list[Row]:
+    """Incidents, or those of `numbers`: news first, then what people know of, then resolved ones."""
     found = rows(
         read,
         f"""
         SELECT i.*, r.runbook, r.title AS rule_title
         FROM incident i LEFT JOIN rule r ON r.rule = i.cause_rule
-        {"WHERE i.state = 'open'" if open_only else ""}
-        ORDER BY i.state = 'resolved', i.severity, i.opened_at DESC, i.number DESC
-        {"" if open_only else f"LIMIT {MAX_RESOLVED}"}
+             LEFT JOIN known_at($now) k ON k.number = i.number
+        WHERE {"i.state = 'open'" if open_only else "true"}
+          AND ($numbers::BIGINT[] IS NULL OR list_contains($numbers::BIGINT[], i.number))
+        ORDER BY i.state = 'resolved', k.number IS NOT NULL, i.severity, i.opened_at DESC, i.number DESC
+        {"" if open_only or numbers is not None else f"LIMIT {MAX_RESOLVED}"}
         """,
+        {"now": now, "numbers": None if numbers is None else list(numbers)},
     )
     if not found:
         return []
-    numbers = [row["number"] for row in found]
     grouped: dict[object, list[Row]] = {}
     for row in rows(
         read,
         "SELECT * FROM finding WHERE incident IN (SELECT unnest(?::BIGINT[])) "
         "ORDER BY state = 'resolved', verdict, id",
-        [numbers],
+        [[row["number"] for row in found]],
     ):
         grouped.setdefault(row["incident"], []).append(row)
     where = places(read, now, {str(row["node"]) for row in found})
     hurt = jobs.hurt(read, [one for related in grouped.values() for one in _hurt(related, now)])
+    known = people.known(read, now)
     return [
         _incident(row, now, grouped.get(row["number"], []), where)
+        | known.get(int(str(row["number"])), people.UNKNOWN)
         | {"jobs": hurt.get(int(str(row["number"])))}
         for row in found
     ]
@@ -631,20 +645,29 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     nodes = {str(one["node"]) for one in full} | {str(row["node"])}
     incident = _incident(row, now, related, places(read, now, nodes))
     incident["jobs"] = jobs.hurt(read, _hurt(related, now)).get(int(str(row["number"])))
+    incident |= people.known(read, now).get(int(str(row["number"])), people.UNKNOWN)
     incident["findings"] = full
-    incident["log"] = [
-        {**entry, "logged_at": iso(entry["logged_at"])}
-        for entry in rows(
-            read,
-            "SELECT logged_at, what, finding, text FROM incident_log WHERE number = ? ORDER BY logged_at",
-            [row["number"]],
-        )
-    ]
+    incident["log"] = _log(read, int(str(row["number"])))
     where = places(read, now, nodes)
     incident["events"] = [
         {**event, "place": place_of(event, where)} for event in _events(read, sorted(nodes), row["opened_at"])
     ]
     return document("Incident", now, [incident])
+
+
+def _log(read: duckdb.DuckDBPyConnection, number: int) -> list[Row]:
+    """What happened to an incident and what people did with it, in order."""
+    found = rows(
+        read,
+        "SELECT logged_at, what, finding, text FROM incident_log WHERE number = ? ORDER BY logged_at",
+        [number],
+    )
+    entries = [
+        {**entry, "logged_at": iso(entry["logged_at"]), "by": None, "claimed": None} for entry in found
+    ]
+    done = people.acts(read, [number]).get(number, [])
+    # without the Z, which would sort a whole second behind its fractions
+    return sorted([*entries, *done], key=lambda entry: str(entry["logged_at"]).removesuffix("Z"))
 
 
 def _events(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: object) -> list[Row]:

@@ -271,6 +271,12 @@ class Identities:
         before, machine = decision.before, decision.machine
         for table in RELABELLED:
             write.execute(f"UPDATE live.{table} SET node = ? WHERE node = ?", [machine.node, before])
+        for table in ("silence", "maintenance"):
+            write.execute(
+                f"UPDATE live.{table} SET nodes = list_transform(nodes, lambda n: if(n = $before, $node, n)) "
+                "WHERE list_contains(nodes, $before)",
+                {"before": before, "node": machine.node},
+            )
         write.execute("UPDATE live.ledger SET node = ? WHERE node = ? AND spool_id = ?",
                       [machine.node, before, machine.spool_id])  # fmt: skip
         write.execute(

@@ -104,6 +104,18 @@ class Incidents:
         if changed == "resolved":
             self._resolved(incident, finding, as_of)
 
+    def closed(self, number: int, at: datetime, cause: str) -> None:
+        """A person closed it, and its rows say so already."""
+        incident = self._known.get(number)
+        self._members.pop(number, None)
+        if incident is not None:
+            incident.state, incident.resolved_at, incident.cause, incident.updated_at = (
+                "resolved",
+                at,
+                cause,
+                at,
+            )
+
     def save(self, write: duckdb.DuckDBPyConnection) -> None:
         """Write what changed since the last call."""
         for incident in self._changed.values():

@@ -32,7 +32,7 @@ class InventoryError(Exception):
 
 
 class NotAllowed(Exception):
-    """Who asks may not change the inventory; one line. Nothing was changed."""
+    """Who asks may not do this; one line. Nothing was changed."""
 
 
 class NoSuchNode(InventoryError):
@@ -109,6 +109,7 @@ def refuse_agents(
     verb: str,
     at: datetime | None = None,
     source: str = "",
+    deed: str = "change the inventory",
 ) -> None:
     """Agents' keys lie on every host: whoever takes one host must not say what the fleet should hold.
 
@@ -119,6 +120,7 @@ def refuse_agents(
         verb: What is refused; for the audit.
         at: Collector's clock; None = now.
         source: Where the request came from; for the audit.
+        deed: What an agent may not do, in words.
 
     Raises:
         NotAllowed: The certificate names a node, by its name now or an earlier one; the audit says so.
@@ -131,7 +133,7 @@ def refuse_agents(
         ).fetchone()
     if agent is None or agent[0] is None:
         return
-    text = f"the certificate belongs to the agent on {agent[0]}: an agent may not change the inventory"
+    text = f"the certificate belongs to the agent on {agent[0]}: an agent may not {deed}"
     log.warning("%s from %s refused: %s", verb, source, text)
     with store.transaction() as write:
         write.execute(

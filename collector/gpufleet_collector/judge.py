@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 
 import duckdb
 
-from gpufleet_collector import baselines, findings, inventory, views
+from gpufleet_collector import baselines, findings, inventory, people, views
 from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
@@ -98,6 +98,7 @@ class Judge:
         self._version = -1
         self._last_pass: datetime | None = None
         self._shifted: list[Finding] = []
+        self._closed = people.Closed(0, {}, {})
         self._pairs: object = None
         self._renames: object = None
         self._made: dict[str, str] = {}
@@ -189,6 +190,7 @@ class Judge:
         with self._store.reader(LIVE) as read:
             row = read.execute("SELECT max(last_pass_at) FROM judge_state").fetchone()
             self._last_pass = row[0] if row else None
+            self._closed = people.closed(read, 0) or people.Closed(0, {}, {})  # first: it may grow meanwhile
             tracked = findings.load(read)
             self._shifted = []
             self._tracked = {finding.key: finding for finding in tracked}
@@ -322,6 +324,8 @@ class Judge:
         self._shifted = []
         changes.sort(key=lambda change: self._order(*change))
         with self._store.transaction() as write:
+            over = self._follow_people(write)
+            changes = [change for change in changes if change[0].id not in over]
             fresh = [finding for finding, _ in changes if finding.id == 0]
             for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
                 finding.id = number
@@ -348,6 +352,20 @@ class Judge:
                     "%s %s %s: %s (%s)", finding.node, finding.entity, finding.rule, change, finding.reason
                 )
 
+    def _follow_people(self, write: duckdb.DuckDBPyConnection) -> frozenset[int]:
+        """Let go of what people closed since; returns those findings: what this pass says of them is old."""
+        news = people.closed(write, self._closed.act)
+        if news is None:
+            return frozenset()
+        self._closed = news
+        gone = [finding for finding in self._tracked.values() if finding.incident in news.incidents]
+        for finding in gone:
+            del self._tracked[finding.key]
+        for number, (at, cause) in news.incidents.items():
+            self._incidents.closed(number, at, cause)
+            log.info("INC-%d: %s", number, cause)
+        return frozenset(finding.id for finding in gone)
+
     def _retire(self, as_of: datetime) -> list[tuple[Finding, str]]:
         """End findings of rules that are gone or switched off."""
         changes = []
@@ -368,7 +386,7 @@ class Judge:
             finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
             if finding is not None:
                 change = findings.step(policy, finding, verdict, as_of)
-            elif bad and verdict.evidence_at is not None:
+            elif bad and verdict.evidence_at is not None and self._is_news(policy, verdict):
                 finding, change = findings.begin(policy, verdict, as_of)
                 self._tracked[finding.key] = finding
             else:
@@ -381,6 +399,11 @@ class Judge:
                 (finding, self._end(finding, "no longer judged: not expected and not there", as_of))
             )
         return changes
+
+    def _is_news(self, policy: Policy, verdict: Verdict) -> bool:
+        """Whether it is newer than what a person has closed."""
+        seen = self._closed.evidence.get((policy.rule, verdict.node, verdict.entity))
+        return seen is None or (verdict.evidence_at is not None and verdict.evidence_at > seen)
 
     @staticmethod
     def _too_early(policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:

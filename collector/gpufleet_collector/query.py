@@ -19,11 +19,13 @@ import msgspec
 
 from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
-from gpufleet_collector import documents, explain, inventory, sandbox
+from gpufleet_collector import documents, explain, inventory, people, report, sandbox
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.ingest import certificate_names
 from gpufleet_collector.inventory import Difference, InventoryError, NoSuchNode, NotAllowed, Pinned
+from gpufleet_collector.people import Matcher, Who
+from gpufleet_collector.state import from_us
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -46,10 +48,24 @@ _STATUS: Mapping[type[Exception], grpc.StatusCode] = {
     Ambiguous: grpc.StatusCode.INVALID_ARGUMENT,
     NoSuchNode: grpc.StatusCode.NOT_FOUND,
     InventoryError: grpc.StatusCode.INVALID_ARGUMENT,
+    people.NoSuch: grpc.StatusCode.NOT_FOUND,
+    people.NotNow: grpc.StatusCode.FAILED_PRECONDITION,
+    people.PeopleError: grpc.StatusCode.INVALID_ARGUMENT,
     NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     sandbox.Refused: grpc.StatusCode.INVALID_ARGUMENT,
     sandbox.TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+
+
+_ACTS = {
+    fleet_pb2.ACT_ACKNOWLEDGE: "acknowledged",
+    fleet_pb2.ACT_UNACKNOWLEDGE: "unacknowledged",
+    fleet_pb2.ACT_NOTE: "noted",
+    fleet_pb2.ACT_CLOSE: "closed",
+}
+
+_LAST_US = 4_102_444_800_000_000
+"""The year 2100."""
 
 
 def _now() -> datetime:
@@ -192,6 +208,105 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         ):
             yield fleet_pb2.GetIncidentResponse(json=part)
 
+    async def ActOnIncidents(
+        self, request: fleet_pb2.ActOnIncidentsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ActOnIncidentsResponse]:
+        """Acknowledge, take that back, note, close."""
+        what = _ACTS.get(request.act, "")
+        if not what:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request does not say what to do")
+        numbers = [min(number, 2**63 - 1) for number in request.numbers]
+
+        def work(who: Who, now: datetime) -> Build:
+            notes = people.act(self._store, numbers, what, request.text, request.for_s, who, now)
+            return lambda read, at: report.acted(read, at, numbers, notes)
+
+        async for part in self._person(context, people.ACTS[what], request.author, work):
+            yield fleet_pb2.ActOnIncidentsResponse(json=part)
+
+    async def ReportIncidents(
+        self, request: fleet_pb2.ReportIncidentsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ReportIncidentsResponse]:
+        """The hand-over of a shift."""
+        async for part in self._document(
+            context, lambda read, now: report.handover(read, now, request.since_s)
+        ):
+            yield fleet_pb2.ReportIncidentsResponse(json=part)
+
+    async def ListSilences(
+        self, request: fleet_pb2.ListSilencesRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListSilencesResponse]:
+        """Silences in force."""
+        async for part in self._document(context, report.silences):
+            yield fleet_pb2.ListSilencesResponse(json=part)
+
+    async def AddSilence(
+        self, request: fleet_pb2.AddSilenceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.AddSilenceResponse]:
+        """Silence what matches for a while."""
+        matcher = Matcher(
+            tuple(request.nodes), tuple(request.rules), tuple(request.entities), tuple(request.serials)
+        )
+
+        def work(who: Who, now: datetime) -> Build:
+            rules = tuple(self._headers)
+            made = people.add_silence(self._store, matcher, request.for_s, request.reason, who, now, rules)
+            return lambda read, at: report.silences(read, at, [made])
+
+        async for part in self._person(context, "incidents silence", request.author, work):
+            yield fleet_pb2.AddSilenceResponse(json=part)
+
+    async def EndSilences(
+        self, request: fleet_pb2.EndSilencesRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.EndSilencesResponse]:
+        """End silences before their time."""
+        ids = [min(number, 2**63 - 1) for number in request.ids]
+
+        def work(who: Who, now: datetime) -> Build:
+            people.end_silences(self._store, ids, who, now)
+            return lambda read, at: report.silences(read, at, ids)
+
+        async for part in self._person(context, "incidents silence end", request.author, work):
+            yield fleet_pb2.EndSilencesResponse(json=part)
+
+    async def ListMaintenance(
+        self, request: fleet_pb2.ListMaintenanceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListMaintenanceResponse]:
+        """Windows that run or will."""
+        async for part in self._document(context, report.maintenance):
+            yield fleet_pb2.ListMaintenanceResponse(json=part)
+
+    async def StartMaintenance(
+        self, request: fleet_pb2.StartMaintenanceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.StartMaintenanceResponse]:
+        """Open a window, now or later."""
+        at_us = request.from_us
+        if not 0 <= at_us < _LAST_US:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "from is no time of this century")
+        begin = from_us(at_us) if at_us else None
+
+        def work(who: Who, now: datetime) -> Build:
+            made = people.start_maintenance(
+                self._store, list(request.nodes), begin, request.for_s, request.reason, who, now
+            )
+            return lambda read, at: report.maintenance(read, at, [made])
+
+        async for part in self._person(context, "maintenance start", request.author, work):
+            yield fleet_pb2.StartMaintenanceResponse(json=part)
+
+    async def EndMaintenance(
+        self, request: fleet_pb2.EndMaintenanceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.EndMaintenanceResponse]:
+        """End windows before their time, or call coming ones off."""
+        ids = [min(number, 2**63 - 1) for number in request.ids]
+
+        def work(who: Who, now: datetime) -> Build:
+            people.end_maintenance(self._store, ids, who, now)
+            return lambda read, at: report.maintenance(read, at, ids)
+
+        async for part in self._person(context, "maintenance end", request.author, work):
+            yield fleet_pb2.EndMaintenanceResponse(json=part)
+
     async def ListInventory(
         self, request: fleet_pb2.ListInventoryRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.ListInventoryResponse]:
@@ -287,6 +402,27 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         done = await self._try(context, checked)
         self._forget_snapshot()
         return done
+
+    async def _person(
+        self, context: Context, verb: str, author: str, work: Callable[[Who, datetime], Build]
+    ) -> AsyncIterator[bytes]:
+        """Do `work` for a person and give the document it names in pieces; agents are refused."""
+        names = certificate_names(context.auth_context())
+        said, peer = people.one_line(author)[:200], context.peer()
+
+        def checked() -> bytes:
+            now = self._now()
+            who = Who(said or "unknown", True, "", peer)
+            if names is not None:
+                deed = "say what people do with incidents"
+                inventory.refuse_agents(self._store, names, said, verb, now, peer, deed)
+                who = Who(", ".join(sorted(names))[:200] or "a certificate without a name", False, said, peer)
+            return self._build(work(who, now))
+
+        whole = await self._try(context, checked)
+        self._forget_snapshot()
+        for part in _parts(whole):
+            yield part
 
     def _forget_snapshot(self) -> None:
         """Whoever accepts and then looks must see it: also one that is being built now is too old."""

@@ -96,6 +96,8 @@ def names(value: object) -> Iterator[str]:
 VERBS = [
     ("status",), ("node",), ("node", "gpu-001"), ("gpu", "gpu-001/3"), ("incidents",),
     ("job",), ("job", "41778"), ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
+    ("incidents", "ack", "1"), ("incidents", "report"), ("maintenance",),
+    ("incidents", "silence", "rule=gpu_missing", "--for", "1h", "--reason", "x"),
     ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 

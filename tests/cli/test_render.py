@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gpufleet import hostlist
 from gpufleet_cli import render
 from gpufleet_cli.errors import FleetError
+from gpufleet_cli.person import expand
 from gpufleet_cli.render import Column
-from gpufleet_cli.verbs.inventory import expand
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 from gpufleet_cli import errors
 from gpufleet_cli.client import Client
 from gpufleet_cli.errors import FleetError
+from gpufleet_cli.person import expand
 from gpufleet_cli.verbs import sql
-from gpufleet_cli.verbs.inventory import expand
 
 SETTLE_S = 10.0
 """How long false pages are still looked for once everything is found."""

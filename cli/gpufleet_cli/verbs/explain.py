@@ -8,9 +8,8 @@ import click
 from gpufleet import catalogue
 from gpufleet_cli import errors, render, show
 from gpufleet_cli.client import Client, Json
-from gpufleet_cli.render import Column
+from gpufleet_cli.render import Column, clock
 from gpufleet_cli.settings import Settings, options, settings_of
-from gpufleet_cli.verbs.incidents import clock
 from gpufleet_cli.verbs.node import limit_of
 
 

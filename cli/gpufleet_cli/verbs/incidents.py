@@ -1,12 +1,16 @@
-"""`fleet incidents`: what is or was wrong, one line each; `show` tells one whole story."""
+"""`fleet incidents`: what is or was wrong, one line each; `show` tells one whole story.
+
+The other words are what people do with incidents: ack, unack, note, close, silence, report.
+"""
 
 import click
 
-from gpufleet_cli import errors, render, show
+from gpufleet_cli import errors, handover, person, render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.errors import FleetError
-from gpufleet_cli.render import Column
-from gpufleet_cli.settings import Settings, options
+from gpufleet_cli.handover import by, flags_of
+from gpufleet_cli.render import Column, clock
+from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.verbs.node import jobs_of, limit_of
 
 
@@ -24,7 +28,7 @@ def incidents(context: click.Context) -> None:
 @options
 @click.pass_context
 def list_incidents(context: click.Context, everything: bool) -> None:
-    """Open incidents, worst first."""
+    """Open incidents, worst first; those that people know of after the others."""
     _list(context, everything)
 
 
@@ -51,7 +55,7 @@ def _lines(document: Json, settings: Settings) -> str:
         [
             str(item.get("id")),
             render.state(item.get("severity"), settings.colored),
-            str(item.get("state")),
+            flags_of(item) or str(item.get("state")),
             render.age(item.get("age_s")),
             str(item.get("place") or item.get("node")),
             ": ".join(str(part) for part in (item.get("headline"), item.get("reason")) if part),
@@ -103,7 +107,13 @@ def _story(document: Json, settings: Settings) -> str:
         lines.extend(render.wrap_line(f"  {title:<8} {value}", limit, " " * 11))
     lines.extend(_findings(found, settings, limit))
     log = [
-        [clock(entry.get("logged_at")), str(entry.get("what")), str(entry.get("text"))]
+        [
+            clock(entry.get("logged_at")),
+            str(entry.get("what")),
+            f"{by(entry)}: {entry.get('text')}".removesuffix(": ")
+            if entry.get("by")
+            else str(entry.get("text")),
+        ]
         for entry in render.items(found, "log")
     ]
     if log:
@@ -145,11 +155,24 @@ def _facts(found: render.Json) -> list[tuple[str, str]]:
             if found.get("resolved_at")
             else None,
         ),
+        ("known", _known(found)),
         ("jobs", jobs_of(found)),
         ("do", found.get("action")),
         ("runbook", found.get("runbook")),
     ]
     return [(title, str(value)) for title, value in pairs if value]
+
+
+def _known(found: render.Json) -> str | None:
+    """Who knows of it, and until when."""
+    claimed, until, note = (render.get(found, "acknowledged", key) for key in ("claimed", "until", "note"))
+    parts = [
+        flags_of(found),
+        "the name is claimed" if claimed else "",
+        f"until {clock(until)} UTC" if until else "",
+        str(note or ""),
+    ]
+    return "; ".join(part for part in parts if part) or None
 
 
 def _findings(found: render.Json, settings: Settings, limit: int) -> list[str]:
@@ -187,6 +210,191 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
-def clock(at: object) -> str:
-    """`2026-11-30 09:42:18` of an ISO time."""
-    return str(at).replace("T", " ").removesuffix("Z").partition(".")[0] if at else "-"
+# ---- what people do with incidents
+
+
+def _numbers(words: tuple[str, ...]) -> list[int]:
+    return [incident_number(word) for word in words]
+
+
+def _act(
+    context: click.Context, words: tuple[str, ...], act: str, text: str = "", for_s: float = 0.0
+) -> None:
+    numbers = _numbers(words)
+
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        request = fleet_pb2.ActOnIncidentsRequest(
+            numbers=numbers, act=fleet_pb2.Act.Value(act), text=text, for_s=for_s, author=person.author()
+        )
+        return client.document(client.stub.ActOnIncidents, request)
+
+    show.once(context, fetch, _after)
+
+
+def _after(document: Json, settings: Settings) -> str:
+    """The incidents as they are now, and what the person should know."""
+    warnings = render.get(document, "warnings")
+    lines = [f"! {line}" for line in warnings] if isinstance(warnings, list) else []
+    folded = [part for line in lines for part in render.wrap_line(line, limit_of(settings), "  ")]
+    return "\n".join([_lines(document, settings), *folded])
+
+
+@incidents.command()
+@click.argument("numbers", metavar="INC...", nargs=-1, required=True)
+@click.option("--note", default="", help="What you are doing about it.")
+@click.option("--for", "for_", metavar="TIME", default="", help="How long: 8h (default: until it ends).")
+@options
+@click.pass_context
+def ack(context: click.Context, numbers: tuple[str, ...], note: str, for_: str) -> None:
+    """Acknowledge incidents: you own them, so they are no news any more. Their states still count.
+
+    It holds when the same trouble comes back within 30 minutes, and ends with `unack`, `close`, or its time.
+    """
+    _act(context, numbers, "ACT_ACKNOWLEDGE", note, person.seconds(for_) if for_ else 0.0)
+
+
+@incidents.command()
+@click.argument("numbers", metavar="INC...", nargs=-1, required=True)
+@options
+@click.pass_context
+def unack(context: click.Context, numbers: tuple[str, ...]) -> None:
+    """Take acknowledgements back: the incidents are news again."""
+    _act(context, numbers, "ACT_UNACKNOWLEDGE")
+
+
+@incidents.command()
+@click.argument("number", metavar="INC")
+@click.argument("text")
+@options
+@click.pass_context
+def note(context: click.Context, number: str, text: str) -> None:
+    """Add TEXT to the timeline of an incident, also of a resolved one."""
+    _act(context, (number,), "ACT_NOTE", text)
+
+
+@incidents.command()
+@click.argument("numbers", metavar="INC...", nargs=-1, required=True)
+@click.option("--reason", required=True, help="Why; kept as the cause of its end.")
+@options
+@click.pass_context
+def close(context: click.Context, numbers: tuple[str, ...], reason: str) -> None:
+    """Close incidents and their findings; what new evidence violates opens again.
+
+    It is the only way, beside evidence, to end what is kept until it is proven mended. What still violates is
+    said.
+    """
+    _act(context, numbers, "ACT_CLOSE", reason)
+
+
+@incidents.command()
+@click.argument("matcher", nargs=-1)
+@click.option("--for", "for_", metavar="TIME", default="", help="How long: 90m, 4h, 7d; at most 7d.")
+@click.option("--reason", default="", help="Why; kept with the silence.")
+@click.option("--end", metavar="NUMBER", multiple=True, help="End this silence before its time.")
+@options
+@click.pass_context
+def silence(
+    context: click.Context, matcher: tuple[str, ...], for_: str, reason: str, end: tuple[str, ...]
+) -> None:
+    """Silence findings for a while; without a MATCHER list the silences in force. States still count.
+
+    A MATCHER is node=gpu-[001-004], rule=xid,gpu_missing, entity=gpu:GPU-1b2c or serial=1650 (of a card,
+    wherever it is); of several each must match. An incident is silenced when all its findings are.
+    """
+    if end and (matcher or for_ or reason):
+        raise click.UsageError("--end takes no matcher, --for or --reason")
+    if end:
+        _end_silences(context, [person.whole_number(word, "silence") for word in end])
+    elif matcher:
+        if not for_ or not reason:
+            raise click.UsageError("a silence needs --for (at most 7d) and --reason")
+        _add_silence(context, person.matcher(matcher), person.seconds(for_), reason)
+    elif for_ or reason:
+        raise click.UsageError("a silence needs a matcher: node=, rule=, entity= or serial=")
+    else:
+        show.show(context, _silences, _silence_lines, lambda _: errors.OK)
+
+
+def _silences(client: Client) -> Json:
+    from gpufleet.v1 import fleet_pb2
+
+    return client.document(client.stub.ListSilences, fleet_pb2.ListSilencesRequest())
+
+
+def _add_silence(context: click.Context, names: dict[str, list[str]], for_s: float, reason: str) -> None:
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        request = fleet_pb2.AddSilenceRequest(
+            nodes=names.get("nodes"), rules=names.get("rules"), entities=names.get("entities"),
+            serials=names.get("serials"), for_s=for_s, reason=reason, author=person.author(),
+        )  # fmt: skip
+        return client.document(client.stub.AddSilence, request)
+
+    show.once(context, fetch, _silence_lines)
+
+
+def _end_silences(context: click.Context, ids: list[int]) -> None:
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        return client.document(
+            client.stub.EndSilences, fleet_pb2.EndSilencesRequest(ids=ids, author=person.author())
+        )
+
+    show.once(context, fetch, _silence_lines)
+
+
+def _silence_lines(document: Json, settings: Settings) -> str:
+    columns = [
+        Column("SILENCE", right=True), Column("STATE"), Column("UNTIL (UTC)"), Column("BY"),
+        Column("MATCHER, REASON, WHAT IT SILENCES", fold=True),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(item.get("silence")),
+            str(item.get("state")),
+            clock(item.get("ended_at") or item.get("until")),
+            by(item),
+            f"{item.get('matcher')}: {item.get('reason')}; {_silenced(item)}",
+        ]
+        for item in render.items(document, "items")
+    ]
+    return "\n".join(render.table(columns, rows, limit_of(settings))) if rows else "no silences"
+
+
+def _silenced(item: render.Json) -> str:
+    amount, numbers = render.count(item, "findings"), item.get("incidents")
+    if not amount:
+        return "nothing now"
+    named = [f"INC-{number}" for number in numbers] if isinstance(numbers, list) else []
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    return render.plural(amount, "finding") + (f" of {', '.join(named[:5])}{more}" if named else "")
+
+
+@incidents.command()
+@click.option("--since", metavar="TIME", default="12h", show_default=True, help="How far back: 12h, 7d.")
+@options
+@click.pass_context
+def report(context: click.Context, since: str) -> None:
+    """The hand-over of a shift: open, closed, silenced, and who did what; `-o md` for a page or a chat."""
+    since_s = person.seconds(since)
+    settings = settings_of(context)
+
+    def fetch(client: Client) -> Json:
+        from gpufleet.v1 import fleet_pb2
+
+        request = fleet_pb2.ReportIncidentsRequest(since_s=since_s)
+        return client.document(client.stub.ReportIncidents, request)
+
+    if settings.output == "md":
+        with Client(settings) as client:
+            show.echo(handover.markdown(fetch(client)), newline=False)
+        return
+    show.show(context, fetch, _report, _exit_code)
+
+
+def _report(document: Json, settings: Settings) -> str:
+    return handover.screen(document, limit_of(settings), settings.colored)

@@ -1,6 +1,5 @@
 """`fleet inventory`: what should be there, beside what is."""
 
-import getpass
 from pathlib import Path
 
 import click
@@ -8,6 +7,7 @@ import click
 from gpufleet_cli import errors, render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.errors import FleetError
+from gpufleet_cli.person import author, expand
 from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.verbs.node import limit_of, short_uuid
@@ -107,7 +107,7 @@ def accept(context: click.Context, nodes: tuple[str, ...], reason: str) -> None:
     with Client(settings) as client:
         from gpufleet.v1 import fleet_pb2
 
-        request = fleet_pb2.AcceptInventoryRequest(nodes=names, author=_author(), reason=reason)
+        request = fleet_pb2.AcceptInventoryRequest(nodes=names, author=author(), reason=reason)
         reply = client.one(client.stub.AcceptInventory, request)
     _done(settings, reply.nodes, reply.gpus, reply.baselines)
 
@@ -134,7 +134,7 @@ def import_file(context: click.Context, file: Path, baselines: Path | None, reas
         request = fleet_pb2.ImportInventoryRequest(
             csv=_read(file),
             baseline_csv=_read(baselines) if baselines else b"",
-            author=_author(),
+            author=author(),
             reason=reason,
         )
         before = _expected(client) if settings.screen else {}
@@ -190,13 +190,6 @@ def _read(file: Path) -> bytes:
     return data
 
 
-def _author() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
-
-
 def _done(settings: Settings, nodes: int, gpus: int, baselines: int) -> None:
     if settings.screen:
         counts = ((nodes, "node"), (gpus, "GPU"), (baselines, "baseline"))
@@ -211,49 +204,3 @@ def _done(settings: Settings, nodes: int, gpus: int, baselines: int) -> None:
         "items": [{"nodes": nodes, "gpus": gpus, "baselines": baselines}],
     }
     show.emit(document, lambda *_: "", settings)
-
-
-def expand(word: str) -> list[str]:
-    """The names of a hostlist: `gpu-[001-003,7]` and `a,b`.
-
-    Raises:
-        FleetError: The brackets do not fit, or it names more than 100000.
-    """
-    names: list[str] = []
-    for part in _split(word):
-        head, bracket, rest = part.partition("[")
-        if not bracket:
-            names.append(part)
-            continue
-        inside, closing, tail = rest.partition("]")
-        if not closing or not inside:
-            raise _bad(word)
-        for piece in inside.split(","):
-            first, dash, last = piece.partition("-")
-            last = last if dash else first
-            if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()) or int(
-                last
-            ) < int(first):
-                raise _bad(word)
-            if int(last) - int(first) + len(names) > 100_000:
-                raise _bad(word)
-            for value in range(int(first), int(last) + 1):
-                names.extend(expand(f"{head}{value:0{len(first)}}{tail}"))
-    return names
-
-
-def _split(word: str) -> list[str]:
-    """Split at commas that are not inside brackets."""
-    parts, depth, start = [], 0, 0
-    for at, letter in enumerate(word):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append(word[start:at])
-            start = at + 1
-    return [part for part in [*parts, word[start:]] if part]
-
-
-def _bad(word: str) -> FleetError:
-    return FleetError(
-        "usage", f"{word!r} is no host list: write gpu-[001-016] or gpu-001,gpu-002", "", errors.USAGE
-    )

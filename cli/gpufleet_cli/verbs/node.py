@@ -89,7 +89,9 @@ def _head(found: render.Json, settings: Settings, limit: int) -> list[str]:
         f"data {render.age(found.get('age_s'))} old",
     ]
     lines = render.wrap_line("   ".join(parts), limit, "  ")
-    facts = [f"expectation: {found.get('expectation') or 'none, so no presence verdict'}"]
+    flags = found.get("flags")
+    facts = [f"flags: {', '.join(map(str, flags))}"] if isinstance(flags, list) and flags else []
+    facts += [f"expectation: {found.get('expectation') or 'none, so no presence verdict'}"]
     if found.get("agent_version"):
         facts.append(f"agent {found['agent_version']}")
     offset = found.get("clock_offset_s")

@@ -167,10 +167,15 @@ def _csv(result: Result, _: Settings) -> None:
     echo(render.as_csv(result.columns, result.rows), newline=False)
 
 
+def _markdown(result: Result, _: Settings) -> None:
+    echo(render.as_markdown(result.columns, result.rows), newline=False)
+
+
 _PRINT: dict[str, Callable[[Result, Settings], None]] = {
     "table": _table,
     "wide": _table,
     "json": _json,
     "jsonl": _jsonl,
     "csv": _csv,
+    "md": _markdown,
 }

@@ -7,6 +7,7 @@ import click
 from gpufleet import hostlist
 from gpufleet_cli import render, show
 from gpufleet_cli.client import Client, Json
+from gpufleet_cli.handover import flags_of
 from gpufleet_cli.render import Column
 from gpufleet_cli.settings import Settings, options
 
@@ -55,13 +56,14 @@ def screen(document: Json, settings: Settings) -> str:
         _node_table(document, settings.colored) if wide else _node_groups(document, settings.colored, limit)
     )
     incidents = render.items(document, "incidents")
+    known = _known(document)
     tail = _next(document)
-    space = LINES - len(head) - len(nodes) - len(tail) - 3
+    space = LINES - len(head) - len(nodes) - len(tail) - len(known) - 3
     full, shown = True, len(incidents)
     if not wide:
         full, shown = _fitting(incidents, space, min(limit, COLUMNS))
     blocks = [_incident(incident, settings.colored, limit, full) for incident in incidents[:shown]]
-    lines = [*head, *_incident_lines(incidents, blocks), *nodes, *tail]
+    lines = [*head, *_incident_lines(incidents, blocks), *known, *nodes, *tail]
     return "\n".join(lines)
 
 
@@ -143,6 +145,14 @@ def _incident_lines(incidents: Sequence[render.Json], blocks: Sequence[Sequence[
     return lines
 
 
+def _known(document: render.Json) -> list[str]:
+    """How many incidents people know of; they count in every number above all the same."""
+    words = (("acknowledged", "acknowledged"), ("silenced", "silenced"), ("maintenance", "in maintenance"))
+    counts = [(render.count(document, "known", key), word) for key, word in words]
+    parts = [f"{amount} {word}" for amount, word in counts if amount]
+    return [f"  known: {', '.join(parts)}"] if parts else []
+
+
 def _incident(incident: render.Json, colored: bool, limit: int, full: bool) -> list[str]:
     """`INC-4 ✖ CRIT 12m  gpu-a03/3  what: which kind`; in full with the numbers and the runbook below it."""
     severity = str(incident.get("severity"))
@@ -151,7 +161,9 @@ def _incident(incident: render.Json, colored: bool, limit: int, full: bool) -> l
     what, kind = str(incident.get("headline")), str(incident.get("code") or "").replace("_", " ")
     if kind and kind not in what.lower():
         what = f"{what}: {kind}"
-    first = f"  {incident.get('id')!s:<7} {render.state(severity)}  {since:>4}  {place}  {what}"
+    flags = flags_of(incident)
+    known = f"  ({flags})" if flags else ""
+    first = f"  {incident.get('id')!s:<7} {render.state(severity)}  {since:>4}  {place}  {what}{known}"
     lines = render.wrap_line(first, limit, " " * 9)
     if full:
         detail = "; ".join(str(part) for part in (incident.get("reason"), _extra(incident)) if part)
@@ -187,6 +199,11 @@ def _node_groups(document: Json, colored: bool, limit: int) -> list[str]:
     if bare:
         names = hostlist.fold(str(item.get("node")) for item in bare)
         rows.append(["· without GPUs", str(len(bare)), _oldest(bare), names])
+    for flag in ("maintenance", "silenced"):
+        marked = [item for item in render.items(document, "items") if flag in _flags(item)]
+        if marked:
+            names = hostlist.fold(str(item.get("node")) for item in marked)
+            rows.append([f"· {flag}", str(len(marked)), _oldest(marked), names])
     if not rows:
         return ["", "no nodes yet: start fleet-agent on a host, or fleet inventory import FILE.csv"]
     columns = [
@@ -196,6 +213,11 @@ def _node_groups(document: Json, colored: bool, limit: int) -> list[str]:
         Column("NAMES", fold=True),
     ]
     return ["", *render.table(columns, rows, limit)]
+
+
+def _flags(item: render.Json) -> list[object]:
+    found = item.get("flags")
+    return found if isinstance(found, list) else []
 
 
 def _oldest(nodes: Sequence[render.Json]) -> str:

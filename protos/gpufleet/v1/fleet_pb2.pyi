@@ -9,6 +9,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
@@ -19,6 +20,27 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Act:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ActEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Act.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ACT_UNSPECIFIED: _Act.ValueType  # 0
+    ACT_ACKNOWLEDGE: _Act.ValueType  # 1
+    ACT_UNACKNOWLEDGE: _Act.ValueType  # 2
+    ACT_NOTE: _Act.ValueType  # 3
+    ACT_CLOSE: _Act.ValueType  # 4
+
+class Act(_Act, metaclass=_ActEnumTypeWrapper): ...
+
+ACT_UNSPECIFIED: Act.ValueType  # 0
+ACT_ACKNOWLEDGE: Act.ValueType  # 1
+ACT_UNACKNOWLEDGE: Act.ValueType  # 2
+ACT_NOTE: Act.ValueType  # 3
+ACT_CLOSE: Act.ValueType  # 4
+Global___Act: typing_extensions.TypeAlias = Act
 
 @typing.final
 class GetVersionRequest(google.protobuf.message.Message):
@@ -240,6 +262,301 @@ class GetIncidentResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
 
 Global___GetIncidentResponse: typing_extensions.TypeAlias = GetIncidentResponse
+
+@typing.final
+class ActOnIncidentsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBERS_FIELD_NUMBER: builtins.int
+    ACT_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    act: Global___Act.ValueType
+    text: builtins.str
+    """The note, or the reason."""
+    for_s: builtins.float
+    """How long an acknowledgement holds; 0 = until it is taken back or the incident is closed."""
+    author: builtins.str
+    """Who; counts where no certificate says it."""
+    @property
+    def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The n of each INC-<n>."""
+
+    def __init__(
+        self,
+        *,
+        numbers: collections.abc.Iterable[builtins.int] | None = ...,
+        act: Global___Act.ValueType = ...,
+        text: builtins.str = ...,
+        for_s: builtins.float = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["act", b"act", "author", b"author", "for_s", b"for_s", "numbers", b"numbers", "text", b"text"]) -> None: ...
+
+Global___ActOnIncidentsRequest: typing_extensions.TypeAlias = ActOnIncidentsRequest
+
+@typing.final
+class ActOnIncidentsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ActOnIncidentsResponse: typing_extensions.TypeAlias = ActOnIncidentsResponse
+
+@typing.final
+class ReportIncidentsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_S_FIELD_NUMBER: builtins.int
+    since_s: builtins.float
+    """How far back."""
+    def __init__(
+        self,
+        *,
+        since_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["since_s", b"since_s"]) -> None: ...
+
+Global___ReportIncidentsRequest: typing_extensions.TypeAlias = ReportIncidentsRequest
+
+@typing.final
+class ReportIncidentsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ReportIncidentsResponse: typing_extensions.TypeAlias = ReportIncidentsResponse
+
+@typing.final
+class ListSilencesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListSilencesRequest: typing_extensions.TypeAlias = ListSilencesRequest
+
+@typing.final
+class ListSilencesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ListSilencesResponse: typing_extensions.TypeAlias = ListSilencesResponse
+
+@typing.final
+class AddSilenceRequest(google.protobuf.message.Message):
+    """A finding is silenced when it meets every list that is not empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    RULES_FIELD_NUMBER: builtins.int
+    ENTITIES_FIELD_NUMBER: builtins.int
+    SERIALS_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    for_s: builtins.float
+    reason: builtins.str
+    author: builtins.str
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def rules(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def entities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def serials(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        rules: collections.abc.Iterable[builtins.str] | None = ...,
+        entities: collections.abc.Iterable[builtins.str] | None = ...,
+        serials: collections.abc.Iterable[builtins.str] | None = ...,
+        for_s: builtins.float = ...,
+        reason: builtins.str = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "entities", b"entities", "for_s", b"for_s", "nodes", b"nodes", "reason", b"reason", "rules", b"rules", "serials", b"serials"]) -> None: ...
+
+Global___AddSilenceRequest: typing_extensions.TypeAlias = AddSilenceRequest
+
+@typing.final
+class AddSilenceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___AddSilenceResponse: typing_extensions.TypeAlias = AddSilenceResponse
+
+@typing.final
+class EndSilencesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    author: builtins.str
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "ids", b"ids"]) -> None: ...
+
+Global___EndSilencesRequest: typing_extensions.TypeAlias = EndSilencesRequest
+
+@typing.final
+class EndSilencesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___EndSilencesResponse: typing_extensions.TypeAlias = EndSilencesResponse
+
+@typing.final
+class ListMaintenanceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListMaintenanceRequest: typing_extensions.TypeAlias = ListMaintenanceRequest
+
+@typing.final
+class ListMaintenanceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ListMaintenanceResponse: typing_extensions.TypeAlias = ListMaintenanceResponse
+
+@typing.final
+class StartMaintenanceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    FROM_US_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    from_us: builtins.int
+    """Microseconds since the epoch, UTC; 0 = now."""
+    for_s: builtins.float
+    reason: builtins.str
+    author: builtins.str
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        from_us: builtins.int = ...,
+        for_s: builtins.float = ...,
+        reason: builtins.str = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "for_s", b"for_s", "from_us", b"from_us", "nodes", b"nodes", "reason", b"reason"]) -> None: ...
+
+Global___StartMaintenanceRequest: typing_extensions.TypeAlias = StartMaintenanceRequest
+
+@typing.final
+class StartMaintenanceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___StartMaintenanceResponse: typing_extensions.TypeAlias = StartMaintenanceResponse
+
+@typing.final
+class EndMaintenanceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    author: builtins.str
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "ids", b"ids"]) -> None: ...
+
+Global___EndMaintenanceRequest: typing_extensions.TypeAlias = EndMaintenanceRequest
+
+@typing.final
+class EndMaintenanceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___EndMaintenanceResponse: typing_extensions.TypeAlias = EndMaintenanceResponse
 
 @typing.final
 class ListInventoryRequest(google.protobuf.message.Message):

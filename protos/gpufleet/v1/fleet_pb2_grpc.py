@@ -69,6 +69,46 @@ class FleetServiceStub(object):
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetIncidentRequest.SerializeToString,
                 response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetIncidentResponse.FromString,
                 _registered_method=True)
+        self.ActOnIncidents = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ActOnIncidents',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsResponse.FromString,
+                _registered_method=True)
+        self.ReportIncidents = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ReportIncidents',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsResponse.FromString,
+                _registered_method=True)
+        self.ListSilences = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ListSilences',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListSilencesRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListSilencesResponse.FromString,
+                _registered_method=True)
+        self.AddSilence = channel.unary_stream(
+                '/gpufleet.v1.FleetService/AddSilence',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.AddSilenceRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.AddSilenceResponse.FromString,
+                _registered_method=True)
+        self.EndSilences = channel.unary_stream(
+                '/gpufleet.v1.FleetService/EndSilences',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.EndSilencesRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.EndSilencesResponse.FromString,
+                _registered_method=True)
+        self.ListMaintenance = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ListMaintenance',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceResponse.FromString,
+                _registered_method=True)
+        self.StartMaintenance = channel.unary_stream(
+                '/gpufleet.v1.FleetService/StartMaintenance',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceResponse.FromString,
+                _registered_method=True)
+        self.EndMaintenance = channel.unary_stream(
+                '/gpufleet.v1.FleetService/EndMaintenance',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceResponse.FromString,
+                _registered_method=True)
         self.ListInventory = channel.unary_stream(
                 '/gpufleet.v1.FleetService/ListInventory',
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListInventoryRequest.SerializeToString,
@@ -152,6 +192,59 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ActOnIncidents(self, request, context):
+        """Acknowledge incidents, take that back, note something, or close them: all or none. Who writes
+        gets the document of what was written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportIncidents(self, request, context):
+        """What happened lately and who did what: for the next shift.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSilences(self, request, context):
+        """Silences in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddSilence(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSilences(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMaintenance(self, request, context):
+        """Maintenance windows, running and coming.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartMaintenance(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndMaintenance(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListInventory(self, request, context):
         """Expected inventory beside what is seen.
         """
@@ -231,6 +324,46 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.GetIncident,
                     request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetIncidentRequest.FromString,
                     response_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetIncidentResponse.SerializeToString,
+            ),
+            'ActOnIncidents': grpc.unary_stream_rpc_method_handler(
+                    servicer.ActOnIncidents,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsResponse.SerializeToString,
+            ),
+            'ReportIncidents': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReportIncidents,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsResponse.SerializeToString,
+            ),
+            'ListSilences': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListSilences,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListSilencesRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListSilencesResponse.SerializeToString,
+            ),
+            'AddSilence': grpc.unary_stream_rpc_method_handler(
+                    servicer.AddSilence,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.AddSilenceRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.AddSilenceResponse.SerializeToString,
+            ),
+            'EndSilences': grpc.unary_stream_rpc_method_handler(
+                    servicer.EndSilences,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.EndSilencesRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.EndSilencesResponse.SerializeToString,
+            ),
+            'ListMaintenance': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListMaintenance,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceResponse.SerializeToString,
+            ),
+            'StartMaintenance': grpc.unary_stream_rpc_method_handler(
+                    servicer.StartMaintenance,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceResponse.SerializeToString,
+            ),
+            'EndMaintenance': grpc.unary_stream_rpc_method_handler(
+                    servicer.EndMaintenance,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceResponse.SerializeToString,
             ),
             'ListInventory': grpc.unary_stream_rpc_method_handler(
                     servicer.ListInventory,
@@ -452,6 +585,222 @@ class FleetService(object):
             '/gpufleet.v1.FleetService/GetIncident',
             gpufleet_dot_v1_dot_fleet__pb2.GetIncidentRequest.SerializeToString,
             gpufleet_dot_v1_dot_fleet__pb2.GetIncidentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ActOnIncidents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ActOnIncidents',
+            gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ActOnIncidentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportIncidents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ReportIncidents',
+            gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ReportIncidentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSilences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ListSilences',
+            gpufleet_dot_v1_dot_fleet__pb2.ListSilencesRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ListSilencesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddSilence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/AddSilence',
+            gpufleet_dot_v1_dot_fleet__pb2.AddSilenceRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.AddSilenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSilences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/EndSilences',
+            gpufleet_dot_v1_dot_fleet__pb2.EndSilencesRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.EndSilencesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMaintenance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ListMaintenance',
+            gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ListMaintenanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartMaintenance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/StartMaintenance',
+            gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.StartMaintenanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndMaintenance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/EndMaintenance',
+            gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.EndMaintenanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -139,6 +139,134 @@ _FleetServiceGetIncidentType = typing_extensions.TypeVar(
     ],
 )
 
+_FleetServiceActOnIncidentsType = typing_extensions.TypeVar(
+    '_FleetServiceActOnIncidentsType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+    ],
+)
+
+_FleetServiceReportIncidentsType = typing_extensions.TypeVar(
+    '_FleetServiceReportIncidentsType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+    ],
+)
+
+_FleetServiceListSilencesType = typing_extensions.TypeVar(
+    '_FleetServiceListSilencesType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListSilencesRequest,
+        gpufleet.v1.fleet_pb2.ListSilencesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListSilencesRequest,
+        gpufleet.v1.fleet_pb2.ListSilencesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListSilencesRequest,
+        gpufleet.v1.fleet_pb2.ListSilencesResponse,
+    ],
+)
+
+_FleetServiceAddSilenceType = typing_extensions.TypeVar(
+    '_FleetServiceAddSilenceType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AddSilenceRequest,
+        gpufleet.v1.fleet_pb2.AddSilenceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AddSilenceRequest,
+        gpufleet.v1.fleet_pb2.AddSilenceResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AddSilenceRequest,
+        gpufleet.v1.fleet_pb2.AddSilenceResponse,
+    ],
+)
+
+_FleetServiceEndSilencesType = typing_extensions.TypeVar(
+    '_FleetServiceEndSilencesType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndSilencesRequest,
+        gpufleet.v1.fleet_pb2.EndSilencesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndSilencesRequest,
+        gpufleet.v1.fleet_pb2.EndSilencesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndSilencesRequest,
+        gpufleet.v1.fleet_pb2.EndSilencesResponse,
+    ],
+)
+
+_FleetServiceListMaintenanceType = typing_extensions.TypeVar(
+    '_FleetServiceListMaintenanceType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+    ],
+)
+
+_FleetServiceStartMaintenanceType = typing_extensions.TypeVar(
+    '_FleetServiceStartMaintenanceType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+    ],
+)
+
+_FleetServiceEndMaintenanceType = typing_extensions.TypeVar(
+    '_FleetServiceEndMaintenanceType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
+    ],
+)
+
 _FleetServiceListInventoryType = typing_extensions.TypeVar(
     '_FleetServiceListInventoryType',
     grpc.UnaryStreamMultiCallable[
@@ -235,7 +363,7 @@ _FleetServiceRunSqlType = typing_extensions.TypeVar(
     ],
 )
 
-class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceRunSqlType]):
+class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceActOnIncidentsType, _FleetServiceReportIncidentsType, _FleetServiceListSilencesType, _FleetServiceAddSilenceType, _FleetServiceEndSilencesType, _FleetServiceListMaintenanceType, _FleetServiceStartMaintenanceType, _FleetServiceEndMaintenanceType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceRunSqlType]):
     @typing.overload
     def __init__(self: FleetServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -265,6 +393,38 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.GetIncidentRequest,
             gpufleet.v1.fleet_pb2.GetIncidentResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+            gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+            gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListSilencesRequest,
+            gpufleet.v1.fleet_pb2.ListSilencesResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.AddSilenceRequest,
+            gpufleet.v1.fleet_pb2.AddSilenceResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.EndSilencesRequest,
+            gpufleet.v1.fleet_pb2.EndSilencesResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.ListInventoryRequest,
@@ -323,6 +483,38 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
             gpufleet.v1.fleet_pb2.GetIncidentResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+            gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+            gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListSilencesRequest,
+            gpufleet.v1.fleet_pb2.ListSilencesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.AddSilenceRequest,
+            gpufleet.v1.fleet_pb2.AddSilenceResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.EndSilencesRequest,
+            gpufleet.v1.fleet_pb2.EndSilencesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+            gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.ListInventoryRequest,
             gpufleet.v1.fleet_pb2.ListInventoryResponse,
         ],
@@ -367,6 +559,28 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
 
     GetIncident: _FleetServiceGetIncidentType
     """One incident with its findings, evidence and timeline."""
+
+    ActOnIncidents: _FleetServiceActOnIncidentsType
+    """Acknowledge incidents, take that back, note something, or close them: all or none. Who writes
+    gets the document of what was written.
+    """
+
+    ReportIncidents: _FleetServiceReportIncidentsType
+    """What happened lately and who did what: for the next shift."""
+
+    ListSilences: _FleetServiceListSilencesType
+    """Silences in force."""
+
+    AddSilence: _FleetServiceAddSilenceType
+
+    EndSilences: _FleetServiceEndSilencesType
+
+    ListMaintenance: _FleetServiceListMaintenanceType
+    """Maintenance windows, running and coming."""
+
+    StartMaintenance: _FleetServiceStartMaintenanceType
+
+    EndMaintenance: _FleetServiceEndMaintenanceType
 
     ListInventory: _FleetServiceListInventoryType
     """Expected inventory beside what is seen."""
@@ -414,6 +628,38 @@ FleetServiceAsyncStub: typing_extensions.TypeAlias = FleetServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.GetIncidentRequest,
         gpufleet.v1.fleet_pb2.GetIncidentResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ActOnIncidentsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+        gpufleet.v1.fleet_pb2.ReportIncidentsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListSilencesRequest,
+        gpufleet.v1.fleet_pb2.ListSilencesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AddSilenceRequest,
+        gpufleet.v1.fleet_pb2.AddSilenceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndSilencesRequest,
+        gpufleet.v1.fleet_pb2.EndSilencesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.ListMaintenanceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.StartMaintenanceResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+        gpufleet.v1.fleet_pb2.EndMaintenanceResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.ListInventoryRequest,
@@ -496,6 +742,68 @@ class FleetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.GetIncidentResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.GetIncidentResponse]]:
         """One incident with its findings, evidence and timeline."""
+
+    @abc.abstractmethod
+    def ActOnIncidents(
+        self,
+        request: gpufleet.v1.fleet_pb2.ActOnIncidentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ActOnIncidentsResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ActOnIncidentsResponse]]:
+        """Acknowledge incidents, take that back, note something, or close them: all or none. Who writes
+        gets the document of what was written.
+        """
+
+    @abc.abstractmethod
+    def ReportIncidents(
+        self,
+        request: gpufleet.v1.fleet_pb2.ReportIncidentsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ReportIncidentsResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ReportIncidentsResponse]]:
+        """What happened lately and who did what: for the next shift."""
+
+    @abc.abstractmethod
+    def ListSilences(
+        self,
+        request: gpufleet.v1.fleet_pb2.ListSilencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ListSilencesResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ListSilencesResponse]]:
+        """Silences in force."""
+
+    @abc.abstractmethod
+    def AddSilence(
+        self,
+        request: gpufleet.v1.fleet_pb2.AddSilenceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.AddSilenceResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.AddSilenceResponse]]: ...
+
+    @abc.abstractmethod
+    def EndSilences(
+        self,
+        request: gpufleet.v1.fleet_pb2.EndSilencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.EndSilencesResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.EndSilencesResponse]]: ...
+
+    @abc.abstractmethod
+    def ListMaintenance(
+        self,
+        request: gpufleet.v1.fleet_pb2.ListMaintenanceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ListMaintenanceResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ListMaintenanceResponse]]:
+        """Maintenance windows, running and coming."""
+
+    @abc.abstractmethod
+    def StartMaintenance(
+        self,
+        request: gpufleet.v1.fleet_pb2.StartMaintenanceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.StartMaintenanceResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.StartMaintenanceResponse]]: ...
+
+    @abc.abstractmethod
+    def EndMaintenance(
+        self,
+        request: gpufleet.v1.fleet_pb2.EndMaintenanceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.EndMaintenanceResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.EndMaintenanceResponse]]: ...
 
     @abc.abstractmethod
     def ListInventory(

@@ -46,6 +46,10 @@ def test_T04_two_machines_with_one_name_then_a_rename(kit: Kit) -> None:
             "INSERT INTO live.baseline VALUES "
             "('gpu-a01', 'gpu:GPU-1', 'k', 1, 0, 1, '', 'frozen', '', now()::TIMESTAMP, '')"
         )
+        write.execute(
+            "INSERT INTO live.maintenance (id, nodes, reason, actor, claimed, set_at, from_at, until) VALUES "
+            "(1, ['gpu-a00', 'gpu-a01'], '', '', true, now()::TIMESTAMP, now()::TIMESTAMP, now()::TIMESTAMP)"
+        )
     renamed = kit.agent(running.address).hello(
         node="gpu-z99", machine_id="aaaa", boot_id="b-a", spool_id="s-a"
     )
@@ -53,6 +57,7 @@ def test_T04_two_machines_with_one_name_then_a_rename(kit: Kit) -> None:
     assert first.code() is grpc.StatusCode.ABORTED
     assert running.query("SELECT before, node FROM live.node_alias") == [("gpu-a01", "gpu-z99")]
     assert running.one("SELECT node FROM live.baseline") == "gpu-z99"
+    assert running.one("SELECT nodes FROM live.maintenance") == ["gpu-a00", "gpu-z99"]
     assert running.query("SELECT node FROM live.node ORDER BY 1") == [("gpu-a01~bbbb",), ("gpu-z99",)]
     assert running.query("SELECT node, detail->>'before' FROM live.event WHERE kind = 'renamed'") == [
         ("gpu-z99", "gpu-a01")

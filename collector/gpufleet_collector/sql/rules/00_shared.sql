@@ -188,13 +188,17 @@ joined as (
            epoch(as_of - s.received_at)                               as age_s,
            coalesce(epoch(as_of - s.received_at) <= fresh_s(p.interval_s), false) as fresh,
            coalesce(t.critical, false)                                as critical,
-           coalesce(t.findings, [])                                   as findings
+           coalesce(t.findings, [])                                   as findings,
+           w.node is not null as in_maintenance, q.node is not null as silenced
     from card_list(as_of) c
     full join sample s on s.node = c.node and s.gpu_uuid = c.gpu_uuid
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu' group by node) p
            on p.node = coalesce(c.node, s.node)
     left join trouble t on t.node = coalesce(c.node, s.node)
           and t.entity = coalesce(c.entity, 'gpu:' || s.gpu_uuid)
+    left join (select distinct node from maintenance_at(as_of)) w on w.node = coalesce(c.node, s.node)
+    left join (select distinct node, entity from silenced_at(as_of)) q
+           on q.node = coalesce(c.node, s.node) and q.entity = coalesce(c.entity, 'gpu:' || s.gpu_uuid)
 )
 select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
        case when critical then 'critical'
@@ -206,7 +210,7 @@ select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
        pstate, clock_reasons, pcie_gen, pcie_width,
        expected_pci is not null and pci <> expected_pci               as moved,
        findings,
-       if(fresh, []::varchar[], ['stale'])                           as flags
+       list_concat(if(fresh, []::varchar[], ['stale']), people_flags(in_maintenance, silenced)) as flags
 from joined;
 
 -- One row per node that is expected or known: its state, its cards by state (ok + degraded + critical + no data =
@@ -240,11 +244,14 @@ joined as (
     select n.*, c.* exclude (node, worst), h.offset_s,
            coalesce(c.worst, 0) as cards_worst, coalesce(o.worst, 0) as own_worst,
            coalesce(o.findings, []) as findings,
-           greatest(h.received_at, o.heard_at, case when n.hello_at <= as_of then n.hello_at end) as received_at
+           greatest(h.received_at, o.heard_at, case when n.hello_at <= as_of then n.hello_at end) as received_at,
+           w.node is not null as in_maintenance, q.node is not null as silenced
     from node_list(as_of) n
     left join cards c using (node)
     left join own o using (node)
     left join heard_at(as_of, lookback) h using (node)
+    left join (select distinct node from maintenance_at(as_of)) w using (node)
+    left join (select distinct node from silenced_at(as_of)) q using (node)
 ),
 aged as (
     select *, epoch(as_of - received_at) as age_s,
@@ -260,5 +267,5 @@ select node,
        coalesce(gpus_no_data, 0) as gpus_no_data, coalesce(gpus_extra, 0) as gpus_extra,
        received_at, age_s, silent, hello_at, agent_version, boot_id, machine_id, claimed, conflict, offset_s,
        findings,
-       if(silent, ['stale'], []::varchar[]) as flags
+       list_concat(if(silent, ['stale'], []::varchar[]), people_flags(in_maintenance, silenced)) as flags
 from aged;
