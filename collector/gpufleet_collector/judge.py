@@ -319,12 +319,11 @@ class Judge:
         changes += [(finding, "seen") for finding in self._shifted if finding.key not in changed]
         self._shifted = []
         changes.sort(key=lambda change: self._order(*change))
-        with self._store.transaction() as write:
+        with self._store.transaction() as write, self._store.reader(LIVE) as read:
             fresh = [finding for finding, _ in changes if finding.id == 0]
             for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
                 finding.id = number
-            for finding, change in changes:
-                self._incidents.take(finding, change, as_of)
+            self._incidents.take(changes, as_of, read)
             dropped = [finding for finding, change in changes if change == "dropped"]
             kept = {finding.id: finding for finding, change in changes if change != "dropped"}
             kept.update(self._incidents.moved)
