@@ -29,7 +29,7 @@ TOGETHER = timedelta(minutes=2)
 """Parts of one node that one rule flags within this time have one cause."""
 
 LATE = timedelta(minutes=30)
-"""A node of a domain in trouble that follows the last one this soon belongs to it; a silent one always does."""
+"""A node of a domain in trouble that follows the last one this soon belongs to it; a silent one always."""
 
 SPREAD = {"bandwidth_regression": timedelta(hours=2)}
 """Rules that see one cause over a longer time than `ABSORB`: each host runs its benches when it can."""
@@ -106,6 +106,8 @@ class Incidents:
         self._next = following
         self._fresh: dict[int, Incident] = {}
         """Opened in this pass, by `id`: what turns out to be part of another one never gets a number."""
+        self._part_of: dict[int, tuple[Incident, Incident]] = {}
+        """What was opened in this pass and given up, by `id`, and what it is part of."""
         self._grown: dict[int, Incident] = {}
         """In which a cause fired in this pass, by `id`."""
         self._holder: dict[int, Incident] = {}
@@ -146,13 +148,7 @@ class Incidents:
             if policy is not None and not policy.shadow:
                 self._take(finding, changed, policy, as_of)
         self._gather(as_of, read)
-        for incident in self._fresh.values():
-            incident.number = self._next
-            self._next += 1
-            self._known[incident.number] = incident
-            for finding in incident.active:
-                finding.incident = incident.number
-        self._fresh, self._grown = {}, {}
+        self._number()
 
     def _take(self, finding: Finding, changed: str, policy: Policy, as_of: datetime) -> None:
         if changed == "fired":
@@ -221,29 +217,26 @@ class Incidents:
 
     def _cause_of(self, finding: Finding, policy: Policy, as_of: datetime) -> Incident | None:
         """An open incident that already explains this finding."""
-        place = rank(policy, finding.entity)
-        thing = self._thing(finding)
-        near = {**self._at.get(_node_of(finding), {}), **self._at.get(COLLECTOR, {})}
+        place, node = rank(policy, finding.entity), _node_of(finding)
+        near = {**self._at.get(node, {}), **self._at.get(COLLECTOR, {})}
         for incident in sorted(near.values(), key=_age):
-            causes = self._causes(incident, finding.node)
+            causes = self._causes(incident, node)
             above = min((self._rank(one) for one in causes), default=_LAST)
             if above < place and any(self._explains(one, finding) for one in causes):
                 return incident
-            if not _is_part(finding.entity):
-                continue
             young = as_of - incident.opened_at <= ABSORB
-            on_it = any(
-                self._thing(member) == thing for member in incident.members.get(finding.node, {}).values()
-            )
-            if on_it and (young if incident.wide else above <= place or young):
-                if above > place and not incident.wide:
-                    self._lead(incident, finding, policy)
-                if above <= place or not incident.wide:
-                    return incident
+            if above <= place and (young or not incident.wide) and self._on_it(incident, finding):
+                return incident
             same = incident.cause_rule == finding.rule and any(_is_part(one.entity) for one in causes)
-            if same and as_of - incident.opened_at <= TOGETHER:
+            if same and _is_part(finding.entity) and as_of - incident.opened_at <= TOGETHER:
                 return incident
         return None
+
+    def _on_it(self, incident: Incident, finding: Finding) -> bool:
+        """Whether it is about the very part that `finding` names."""
+        thing = self._thing(finding)
+        there = incident.members.get(finding.node, {})
+        return _is_part(finding.entity) and any(self._thing(member) == thing for member in there.values())
 
     def _effects_of(self, finding: Finding, policy: Policy, as_of: datetime) -> Incident | None:
         """A young open incident that this finding explains and takes over; further ones are merged in."""
@@ -256,7 +249,10 @@ class Incidents:
             incident
             for incident in near
             if as_of - incident.opened_at <= ABSORB
-            and any(self._explains(finding, one) for one in self._causes(incident, None))
+            and (
+                self._on_it(incident, finding)
+                or any(self._explains(finding, one) for one in self._causes(incident, None))
+            )
         ]
         if not young:
             return None
@@ -354,7 +350,7 @@ class Incidents:
         if policy is None or len(hit) < LEAST:
             return
         for domain, nodes in domains.fitting(hit, policy.scope):
-            inside = [one for one in fresh if one.members.keys() <= set(nodes)]
+            inside = [one for one in fresh if one.members and one.members.keys() <= set(nodes)]
             again = self._reopened((family, "", domain.entity), as_of)
             if again is not None:
                 self._note(again, as_of, "reopened", None, again.title)
@@ -430,13 +426,25 @@ class Incidents:
         other.state = "resolved"
         del self._fresh[id(other)]
         self._changed.pop(id(other), None)
-        self._log = [one for one in self._log if one.incident is not other or one.what != "opened"]
+        self._part_of[id(other)] = (other, first)
+
+    def _number(self) -> None:
+        """The pass is over: what it opened and did not give up gets a number."""
+        for incident in self._fresh.values():
+            incident.number = self._next
+            self._next += 1
+            self._known[incident.number] = incident
+            for finding in incident.active:
+                finding.incident = incident.number
         for entry in self._log:
-            if entry.incident is other:
-                entry.incident = first
+            while id(entry.incident) in self._part_of:
+                entry.incident = self._part_of[id(entry.incident)][1]
+                entry.what = "" if entry.what == "opened" else entry.what
+        self._log = [entry for entry in self._log if entry.what]
+        self._fresh, self._grown, self._part_of = {}, {}, {}
 
     def _causes(self, incident: Incident, node: str | None) -> list[Finding]:
-        """Its findings that are its cause, on one node or anywhere; the collector's own is so for all nodes."""
+        """Its findings that are its cause, on one node or anywhere; the collector's own is for all nodes."""
         if incident.node == COLLECTOR:
             found: Iterable[Finding] = incident.members.get(COLLECTOR, {}).values()
         elif node is None:
@@ -574,9 +582,9 @@ _ALSO: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("disk_slow", "", "process_unkillable", ()),
     ("disk_slow", "", "data_starved", ("storage",)),
 )
-"""What a rule's finding explains beside its own entity on the same node: rule, its code ("" = any), the rule that
-is explained, its codes (none = any). The kernel holds whoever waits for a hung driver, card, mount or disk; a
-card that is gone takes the links of its peers to it along."""
+"""What a rule's finding explains beside its own entity on the same node: rule, its code ("" = any), the rule
+that is explained, its codes (none = any). The kernel holds whoever waits for a hung driver, card, mount or
+disk; a card that is gone takes the links of its peers to it along."""
 
 _SOON = ("nvlink_down", "nvlink_errors")
 """Effects that show at once, or are none."""
