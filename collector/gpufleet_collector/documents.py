@@ -11,7 +11,9 @@ from datetime import datetime
 import duckdb
 import msgspec
 
-from gpufleet_collector import jobs
+from gpufleet_collector import jobs, story
+from gpufleet_collector.domains import Domain
+from gpufleet_collector.incidents import COLLECTOR
 from gpufleet_collector.inventory import Difference
 from gpufleet_collector.sandbox import plain
 
@@ -487,6 +489,10 @@ def _place(row: Mapping[str, object], card: Mapping[str, object]) -> str:
     if card.get("gpu_index") is not None:
         return place(row["node"], card["gpu_index"])
     entity = str(row["entity"])
+    if domain := Domain.of(entity):
+        return domain.words
+    if row["node"] == COLLECTOR:
+        return "collector"
     if entity in ("node:", "agent:"):
         return str(row["node"])
     if card.get("pci"):
@@ -580,6 +586,8 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         (one for one in related if one["rule"] == row["cause_rule"] and one["entity"] == row["entity"]),
         related[0] if related else {},
     )
+    active = [one["node"] for one in related if one["state"] != "resolved"]
+    whole = story.scope(row, active or [one["node"] for one in related])
     return {
         "number": row["number"],
         "id": f"INC-{row['number']}",
@@ -593,13 +601,14 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         "place": _place(row, card),
         "where": {key: card.get(key) for key in ("gpu_index", "gpu_uuid", "serial", "slot", "pci", "model")},
         "code": cause.get("code"),
-        "reason": cause.get("reason"),
+        "reason": whole["hostlist"] if whole["domain"] else cause.get("reason"),
         "opened_at": iso(row["opened_at"]),
         "age_s": age_s(now, row["opened_at"]),
         "updated_at": iso(row["updated_at"]),
         "resolved_at": iso(row["resolved_at"]),
         "cause": row["cause"],
         "reopened": row["reopened"],
+        **whole,
         "runbook": _runbook(row["runbook"]),
         "findings": [
             {key: one[key] for key in ("id", "rule", "node", "entity", "state", "verdict", "code", "reason")}
@@ -609,13 +618,15 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
 
 
 def _headline(row: Row) -> str:
-    """The title without the reason, which is shown beside it and may be newer."""
+    """The title without place and reason, which are shown beside it; the reason may be newer."""
     title, rule = str(row["title"]), row["rule_title"]
+    if domain := Domain.of(str(row["entity"])):
+        return title.removeprefix(f"{domain.words}: ")
     return str(rule) if rule and title.startswith(f"{rule}: ") else title
 
 
 def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) -> Document:
-    """One incident with findings, log, and what else happened on the node around its opening.
+    """One incident with findings, log, what changed before it, what was tried, and what else happened there.
 
     Raises:
         NotFound: There is no such incident.
@@ -638,6 +649,9 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     nodes = {str(one["node"]) for one in full} | {str(row["node"])}
     incident = _incident(row, now, related, places(read, now, nodes))
     incident["jobs"] = jobs.hurt(read, _hurt(related, now)).get(int(str(row["number"])))
+    told = next((one["detail"] for one in full if one["rule"] == row["cause_rule"]), None)
+    incident |= story.history(read, row | {"code": incident["code"]}, told, now)
+    incident["changed"] = story.changed(read, sorted(nodes), row["opened_at"])
     incident["findings"] = full
     incident["log"] = [
         {**entry, "logged_at": iso(entry["logged_at"])}
