@@ -601,7 +601,7 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         "place": _place(row, card),
         "where": {key: card.get(key) for key in ("gpu_index", "gpu_uuid", "serial", "slot", "pci", "model")},
         "code": cause.get("code"),
-        "reason": whole["hostlist"] if whole["domain"] else cause.get("reason"),
+        "reason": (whole["hostlist"] if whole["domain"] else None) or cause.get("reason"),
         "opened_at": iso(row["opened_at"]),
         "age_s": age_s(now, row["opened_at"]),
         "updated_at": iso(row["updated_at"]),
@@ -620,9 +620,10 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
 def _headline(row: Row) -> str:
     """The title without place and reason, which are shown beside it; the reason may be newer."""
     title, rule = str(row["title"]), row["rule_title"]
-    if domain := Domain.of(str(row["entity"])):
-        return title.removeprefix(f"{domain.words}: ")
-    return str(rule) if rule and title.startswith(f"{rule}: ") else title
+    if rule and title.startswith(f"{rule}: "):
+        return str(rule)
+    domain = Domain.of(str(row["entity"]))
+    return title.removeprefix(f"{domain.words}: ") if domain else title
 
 
 def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) -> Document:

@@ -16,8 +16,8 @@ WITHIN = timedelta(days=30)
 Step = tuple[str, str]
 """Its word (reset, reboot, reseat, replace, or "" for what leaves no trace), and what to do."""
 
-_RESET: Step = ("reset", "reset the card while no job holds it (nvidia-smi -r -i)")
-_REBOOT: Step = ("reboot", "reboot the node once its jobs are gone")
+_RESET: Step = ("reset", "reset the card once nobody holds it (nvidia-smi -r -i)")
+_REBOOT: Step = ("reboot", "reboot the node once it is drained")
 _RESEAT: Step = ("reseat", "reseat the card or put it into another slot")
 _REPLACE: Step = ("replace", "replace the card")
 _CARD = (_RESET, _REBOOT, _RESEAT, _REPLACE)
@@ -37,7 +37,7 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "disk_full": (("", "free space on it"),),
     "disk_slow": (("", "read the disk's own log (smartctl -x, nvme smart-log), replace it if that agrees"),),
     "driver_hung": (_REBOOT, _RESEAT, _REPLACE),
-    "driver_mismatch": (("reset", "load the new driver while no job runs (rmmod, modprobe)"), _REBOOT),
+    "driver_mismatch": (("reset", "load the new driver once the node is drained (rmmod, modprobe)"), _REBOOT),
     "ecc_uncorrectable": _CARD,
     "gpu_downclocked": (
         ("", "see whether anybody set clocks or limits (nvidia-smi -q -d CLOCK,POWER)"),
@@ -46,8 +46,8 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "gpu_missing": (_REBOOT, _RESEAT, _REPLACE),
     "identity_conflict": (("", "give one of the two machines a name and machine-id of its own"),),
     "mount_hung": (("", "look at the server first; mount it anew only when that answers"), _REBOOT),
-    "nvlink_down": (("reset", "reset all cards of the node together while no job runs"), *_CARD[1:]),
-    "nvlink_errors": (("reset", "reset all cards of the node together while no job runs"), *_CARD[1:]),
+    "nvlink_down": (("reset", "reset all cards of the node together once it is drained"), *_CARD[1:]),
+    "nvlink_errors": (("reset", "reset all cards of the node together once it is drained"), *_CARD[1:]),
     "pcie_errors": _CARD,
     "pcie_speed": _CARD,
     "pcie_width": (_REBOOT, _RESEAT, _REPLACE),

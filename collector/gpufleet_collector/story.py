@@ -13,7 +13,7 @@ import msgspec
 from gpufleet import hostlist
 from gpufleet_collector import ladder
 from gpufleet_collector.domains import Domain
-from gpufleet_collector.incidents import MERGED
+from gpufleet_collector.incidents import COLLECTOR, MERGED
 
 Row = dict[str, object]
 
@@ -88,7 +88,7 @@ def _texts(text: object) -> dict[str, str]:
 def history(
     read: duckdb.DuckDBPyConnection, incident: Mapping[str, object], detail: object, now: datetime
 ) -> Row:
-    """`action`, `tried[]` and `repeats` of one incident."""
+    """`action`, `tried[]`, `repeats` and `proof` of one incident."""
     node, entity, opened = str(incident["node"]), str(incident["entity"]), incident["opened_at"]
     assert isinstance(opened, datetime)
     ended = incident["resolved_at"]
@@ -123,7 +123,20 @@ def history(
         }
         if earlier
         else None,
+        "proof": _proof(read, opened, until) if node == COLLECTOR else None,
     }  # fmt: skip
+
+
+def _proof(read: duckdb.DuckDBPyConnection, opened: datetime, until: datetime) -> str | None:
+    """Agents that kept their data were not away; the collector was."""
+    found = read.execute(
+        "SELECT count(DISTINCT node) FROM ledger "
+        "WHERE lane = 'backfill' AND received_at > ? AND received_at <= ?",
+        [opened, until + timedelta(hours=1)],
+    ).fetchone()
+    if not found or not found[0]:
+        return None
+    return f"{found[0]} agents sent what they had kept: they ran, the collector or its network was away"
 
 
 _CHANGED = """

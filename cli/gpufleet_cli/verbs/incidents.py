@@ -160,6 +160,7 @@ def _facts(found: render.Json) -> list[tuple[str, str]]:
         ("changed", "; ".join(_change(one) for one in render.items(found, "changed")[:MOST_CHANGES])),
         ("tried", ", ".join(_tried(one) for one in render.items(found, "tried"))),
         ("before", _before(found.get("repeats"))),
+        ("proof", found.get("proof")),
         ("do", found.get("action")),
         ("runbook", found.get("runbook")),
     ]

@@ -164,6 +164,18 @@ def test_the_ladder(rule: str, code: str, asked: str, done: list[str], said: str
     assert step.startswith(said)
 
 
+def test_agents_that_come_back_with_backfill_prove_it(desk: Desk) -> None:
+    number = desk.incident("(collector)", "agent:", ago(1), "agent_silent")
+    assert desk.show(number)["proof"] is None
+    with desk.store.transaction() as write:
+        for node, lane in (("gpu-001", "backfill"), ("gpu-002", "backfill"), ("gpu-003", "live")):
+            row = [node, ago(0.5), lane]
+            write.execute("INSERT INTO live.ledger VALUES (?, 's', 1, 'd', 'b', ?, 0, ?, 8)", row)
+    found = desk.show(number)
+    assert str(found["proof"]).startswith("2 agents sent what they had kept")
+    assert (found["place"], found["hostlist"]) == ("collector", None)
+
+
 def test_a_rule_without_a_ladder_has_its_runbook() -> None:
     assert ladder.next_step("of_tomorrow", "", "", "", []) is None
     assert ladder.STEPS.keys() <= {rule.name for rule in rules.load_rules()}
