@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,8 +14,12 @@ from gpufleet_collector import findings, rules
 from gpufleet_collector.domains import Domain, Domains
 from gpufleet_collector.findings import Finding, Policy
 from gpufleet_collector.incidents import COLLECTOR, Incidents, rank
+from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.store import LIVE, Store
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Fleet
 
 START = datetime(2026, 3, 1, 12, 0, 0)
 LOADED = rules.load_rules()
@@ -369,3 +374,32 @@ def test_a_hostile_label_is_none(desk: Desk, key: str) -> None:
     assert not [
         word for word in ("Rack", "", "fleet", "driver", "a b", "rack") if found.nodes(Domain(word, "x"))
     ]
+
+
+@pytest.fixture
+def rules_of_nodes() -> list[rules.Rule]:
+    return [rule for rule in LOADED if rule.name == "agent_silent"]
+
+
+def test_a_rack_that_falls_silent_as_the_judge_sees_it(
+    fleet: "Fleet", rules_of_nodes: list[rules.Rule]
+) -> None:
+    judge = Judge(fleet.store, JudgeSettings(), rules=rules_of_nodes)
+    nodes = [fleet.add(f"gpu-{number:03}", gpus=0) for number in range(20)]
+    with fleet.store.transaction() as write:
+        write.execute(
+            "UPDATE live.inventory SET attributes = "
+            "json_object('label.rack', 'r' || (right(node, 3)::INTEGER // 6)::VARCHAR) WHERE entity = 'node:'"
+        )
+    fleet.run(10, judge)
+    for node in nodes[6:12]:
+        node.up = False
+    fleet.run(100, judge, every=20)
+    assert fleet.incidents() == [(1, "agent_silent", "", "domain:rack=r1", "open", "warn")]
+    [(silent_nodes,)] = fleet.sql("SELECT count(*) FROM finding WHERE incident = 1 AND state = 'firing'")
+    assert silent_nodes == 6
+    again = Judge(fleet.store, JudgeSettings(), rules=rules_of_nodes)
+    for node in nodes[6:12]:
+        node.up = True
+    fleet.run(30, again, every=10)
+    assert [row[4] for row in fleet.incidents()] == ["resolved"]

@@ -40,7 +40,7 @@ contact as (
 -- While the collector suspects itself: since when, and the last time that a node came back.
 doubt as (select min(fired_at) as since from finding
           where rule = 'agent_silent' and node = '(collector)' and state in ('firing', 'recovering')),
-returning as (
+coming as (
     select max(first_at) as at_last
     from (select min(l.received_at) as first_at from ledger l, doubt d
           where l.received_at > d.since and l.received_at > as_of - interval 15 minute and l.received_at <= as_of
@@ -76,7 +76,7 @@ together as (
 suspected as (
     select t.*, silent and (same >= fleet_nodes and same >= fleet_share * fleet
                             or coalesce(heard_at <= d.since and r.at_last > as_of - to_seconds(back_s::bigint), false)) as held
-    from together t cross join doubt d cross join returning r
+    from together t cross join doubt d cross join coming r
 )
 select node, 'node:' as entity,
        case when expectation = 'none' then 'n/a' when held then 'unknown'
