@@ -652,7 +652,7 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     incident["jobs"] = jobs.hurt(read, _hurt(related, now)).get(int(str(row["number"])))
     told = next((one["detail"] for one in full if one["rule"] == row["cause_rule"]), None)
     incident |= story.history(read, row | {"code": incident["code"]}, told, now)
-    incident["changed"] = story.changed(read, sorted(nodes), row["opened_at"])
+    incident["changed"] = story.changed(read, story.nodes_of(read, row, nodes), row["opened_at"])
     incident["findings"] = full
     incident["log"] = [
         {**entry, "logged_at": iso(entry["logged_at"])}

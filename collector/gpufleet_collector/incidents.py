@@ -325,7 +325,8 @@ class Incidents:
         """Latecomers: their domain is in trouble already."""
         for parent in parents:
             domain = parent.domain
-            assert domain is not None
+            if domain is None or any(one.entity == parent.entity for one in parent.active):
+                continue  # what a rule says of a domain as a whole is no sum of nodes
             own = self._policies[parent.cause_rule].covers == "node"
             last = max((one.fired_at for one in parent.active if one.fired_at), default=parent.opened_at)
             if own or as_of - last <= LATE:

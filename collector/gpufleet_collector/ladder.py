@@ -27,6 +27,10 @@ _PORT: tuple[Step, ...] = (
     _REBOOT,
 )
 
+_STEP: tuple[Step, ...] = (
+    ("", "see what changed everywhere, usually the driver: go back, or accept what is now as the baseline"),
+)
+
 STEPS: Mapping[str, tuple[Step, ...]] = {
     "agent_silent": (("", "see whether the host is up (BMC), then systemctl status fleet-agent on it"),),
     "bandwidth_regression": (("", "run the bench again on the idle node before anything else"), *_CARD),
@@ -72,6 +76,8 @@ _OF_CODE: Mapping[tuple[str, str], tuple[Step, ...]] = {
         *_CARD,
     ),
     ("gpu_downclocked", "hw_thermal"): (("", "cooling: look at fans, inlet temperature, neighbours"), *_CARD),
+    ("gpu_downclocked", "fleet_step"): _STEP,
+    ("bandwidth_regression", "fleet_step"): _STEP,
     ("agent_silent", "many_silent"): (
         ("", "look at the collector's host and its network; agents keep their data meanwhile"),
     ),
@@ -111,7 +117,7 @@ def next_step(rule: str, code: str, asked: str, domain: str, done: list[Tried]) 
         domain: What the nodes share, in words; empty = it is about one node.
         done: What was tried.
     """
-    if domain:
+    if domain and (rule, code) not in _OF_CODE:
         return f"look at what these nodes share: {domain}"
     steps = _OF_CODE.get((rule, code)) or STEPS.get(rule)
     if not steps:

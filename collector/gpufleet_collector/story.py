@@ -12,7 +12,7 @@ import msgspec
 
 from gpufleet import hostlist
 from gpufleet_collector import ladder
-from gpufleet_collector.domains import Domain
+from gpufleet_collector.domains import Domain, Domains
 from gpufleet_collector.incidents import COLLECTOR, MERGED
 
 Row = dict[str, object]
@@ -47,6 +47,15 @@ def merged_into(cause: object) -> int | None:
     """The number of the incident that took this one over."""
     number = str(cause or "").removeprefix(MERGED)
     return int(number) if str(cause or "").startswith(MERGED) and number.isdigit() else None
+
+
+def nodes_of(read: duckdb.DuckDBPyConnection, row: Mapping[str, object], nodes: Iterable[str]) -> list[str]:
+    """The nodes that an incident names; of a domain that is judged as a whole, all of its nodes."""
+    names = sorted(node for node in nodes if node)
+    domain, at = Domain.of(str(row["entity"])), row["opened_at"]
+    if names or domain is None or not isinstance(at, datetime):
+        return names
+    return sorted(Domains.read(read, at).nodes(domain))
 
 
 def changed(read: duckdb.DuckDBPyConnection, nodes: Sequence[str], at: object) -> list[Row]:

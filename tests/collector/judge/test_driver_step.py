@@ -44,6 +44,7 @@ def test_clocks_of_all_are_one_fleet_event(fleet: "Fleet", judge: Judge, part: f
     cards[3].clock = 0.8 * part * 1950
     minutes(fleet, judge, 4)
     assert [row[1] for row in fleet.findings()] == [MODEL, cards[3].entity], "one card fell further"
+    assert [row[3] for row in fleet.incidents()] == [MODEL, cards[3].entity]
 
 
 def test_it_is_over_when_they_are_as_before(fleet: "Fleet", judge: Judge) -> None:

@@ -106,6 +106,19 @@ def test_what_changed_in_the_day_before(desk: Desk) -> None:
     assert found["action"] == "look at what these nodes share: driver 580"
 
 
+def test_a_step_of_a_whole_model_shows_what_changed_on_its_nodes(desk: Desk) -> None:
+    for node in ("gpu-001", "gpu-002"):
+        desk.holds(node, "node:", ago(900), driver_version="570")
+        desk.holds(node, "node:", ago(3), driver_version="580")
+        desk.holds(node, f"gpu:GPU-{node}", ago(900), "1", "0000:1b:00.0")
+    with desk.store.transaction() as write:
+        write.execute("UPDATE live.inventory SET model = 'H100' WHERE kind = 'gpu'")
+    found = desk.show(desk.incident("", "domain:model=H100", ago(1), "gpu_downclocked"))
+    assert [(one["before"], one["after"], one["nodes"]) for one in found["changed"]] == [  # type: ignore[attr-defined]
+        ("570", "580", "gpu-[001-002]")
+    ]
+
+
 def test_what_changed_later_or_long_ago_is_not_why(desk: Desk) -> None:
     desk.holds("gpu-001", "node:", ago(900), kernel="6.5")
     desk.holds("gpu-001", "node:", ago(100), kernel="6.6")
