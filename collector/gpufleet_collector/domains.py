@@ -44,7 +44,7 @@ class Domain:
     @property
     def words(self) -> str:
         """For people: `rack r12`."""
-        return f"{self.kind} {self.name}".strip()
+        return "fleet" if self.kind == "fleet" else f"{self.kind} {self.name}"
 
     @classmethod
     def of(cls, entity: str) -> "Domain | None":
@@ -73,7 +73,7 @@ class Domains:
                 members.setdefault(Domain(kind, name), set()).add(node)
 
         for node, text in read.execute(_HOSTS, {"at": as_of}).fetchall():
-            add("fleet", "of all nodes", node)
+            add("fleet", "all", node)
             for kind, name in _shared(text):
                 add(kind, name, node)
         for node, kind, name in read.execute(_PARTS, {"at": as_of}).fetchall():

@@ -200,6 +200,13 @@ def test_too_few_for_a_domain(desk: Desk, hit: range) -> None:
     assert len(desk.open()) == len(hit)
 
 
+def test_hosts_without_labels_are_the_fleet(desk: Desk) -> None:
+    nodes = names(10)
+    desk.host(*nodes)
+    desk.tell(*silent(nodes[:6]))
+    assert desk.sql("SELECT title FROM incident") == [("fleet: 6 of 10 nodes: Agent silent",)]
+
+
 def test_two_racks_and_a_stranger_are_three(desk: Desk) -> None:
     nodes = switched_fleet(desk)
     desk.tell(*silent([*nodes[40:80], *nodes[400:440], nodes[900]]))
