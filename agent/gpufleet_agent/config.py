@@ -16,6 +16,12 @@ Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
 """Seconds between two runs of something periodic."""
 
 
+MOST_LABELS = 16
+
+_NO_LABELS = ("agent", "driver", "firmware", "fleet", "job", "kernel", "model", "server", "vbios")
+"""What the collector knows by itself."""
+
+
 class Periodic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[probes.<name>]` and `[benches.<name>]`.
 
@@ -119,6 +125,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         root: Where /proc, /sys and /dev are looked for.
         state_dir: Spool and bench file; survives a reboot.
         runtime_dir: Lock of the benches; one per host.
+        labels: What the host shares with others that can fail: rack, leaf_switch, pool, ...
         tls: Certificate files for the stream to the collector.
         spool: What waits on disk.
         push: The stream.
@@ -135,6 +142,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     root: str = "/"
     state_dir: str = "/var/lib/gpufleet"
     runtime_dir: str = "/run/gpufleet"
+    labels: dict[str, str] = {}
     tls: Tls = Tls()
     spool: Spooling = Spooling()
     push: Pushing = Pushing()
@@ -157,6 +165,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in ("state_dir", "runtime_dir", "root"):
             if not getattr(self, key).startswith("/"):
                 raise _wrong(key, f"{getattr(self, key)!r:.80} is not an absolute path")
+        if len(self.labels) > MOST_LABELS:
+            raise _wrong("labels", f"{len(self.labels)} labels, {MOST_LABELS} are allowed")
+        for name, value in self.labels.items():
+            if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) or name in _NO_LABELS:
+                raise _wrong(f"labels.{name:.80}", "is no name for a label: a word in small letters, as rack")
+            if not re.fullmatch(r"[\x21-\x7e](?:[\x20-\x7e]{0,62}[\x21-\x7e])?", value):
+                raise _wrong(f"labels.{name}", f"{value!r:.80} is no label: 1 to 64 plain letters")
 
     @property
     def node_name(self) -> str:

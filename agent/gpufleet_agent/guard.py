@@ -49,11 +49,13 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
         driver: auto, nvml, amdgpu, none or simulated.
         root: Where /proc and /sys are.
         simulated: For driver = "simulated".
+        labels: Where the host is and whose it is, for the inventory.
     """
 
     driver: str = "auto"
     root: str = "/"
     simulated: SimulatedNode | None = None
+    labels: dict[str, str] = {}
 
 
 class SkippedGpu:
@@ -97,10 +99,18 @@ class GuardedHost:
         host: The real one.
         skip: Cards not to touch; one with pci "" = no card at all.
         only: The one card to show; None = all.
+        labels: Of the host.
     """
 
-    def __init__(self, host: Host, skip: Iterable[Skip] = (), only: str | None = None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        skip: Iterable[Skip] = (),
+        only: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         self._host = host
+        self._labels = {f"label.{name}": value for name, value in (labels or {}).items()}
         self._skip = {one.pci: one for one in skip}
         self._only = only
 
@@ -120,8 +130,9 @@ class GuardedHost:
         return self._host.boot_id
 
     def node(self) -> Item:
-        """The host itself."""
-        return self._host.node()
+        """The host itself, with its labels."""
+        found = self._host.node()
+        return Item(found.entity, {**found.attributes, **self._labels})
 
     def read(self, group: str) -> Row:
         """Host-wide metrics of one group."""
@@ -191,4 +202,4 @@ def open_guarded(
         simulated = Simulated(Path(node.scenario), node.node, node.started_us, node.started_mono_us)
     addresses = [one.pci for one in skip if one.pci]
     host = open_host(driver, Path(settings.root), progress, simulated, addresses, aside)
-    return GuardedHost(host, skip, only)
+    return GuardedHost(host, skip, only, settings.labels)

@@ -275,7 +275,7 @@ def _host_settings(config: "AgentConfig") -> "HostSettings":
             started_us=wall_us(),
             started_mono_us=mono_us(),
         )
-    return HostSettings(driver=config.driver, root=config.root, simulated=simulated)
+    return HostSettings(driver=config.driver, root=config.root, simulated=simulated, labels=config.labels)
 
 
 def _writable(folder: str) -> str:

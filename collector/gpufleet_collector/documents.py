@@ -11,7 +11,9 @@ from datetime import datetime
 import duckdb
 import msgspec
 
-from gpufleet_collector import jobs, people
+from gpufleet_collector import jobs, people, story
+from gpufleet_collector.domains import Domain
+from gpufleet_collector.incidents import COLLECTOR
 from gpufleet_collector.inventory import Difference
 from gpufleet_collector.sandbox import plain
 
@@ -488,6 +490,10 @@ def _place(row: Mapping[str, object], card: Mapping[str, object]) -> str:
     if card.get("gpu_index") is not None:
         return place(row["node"], card["gpu_index"])
     entity = str(row["entity"])
+    if domain := Domain.of(entity):
+        return domain.words
+    if row["node"] == COLLECTOR:
+        return "collector"
     if entity in ("node:", "agent:"):
         return str(row["node"])
     if card.get("pci"):
@@ -587,6 +593,8 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         (one for one in related if one["rule"] == row["cause_rule"] and one["entity"] == row["entity"]),
         related[0] if related else {},
     )
+    active = [one["node"] for one in related if one["state"] != "resolved"]
+    whole = story.scope(row, active or [one["node"] for one in related])
     return {
         "number": row["number"],
         "id": f"INC-{row['number']}",
@@ -600,13 +608,14 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
         "place": _place(row, card),
         "where": {key: card.get(key) for key in ("gpu_index", "gpu_uuid", "serial", "slot", "pci", "model")},
         "code": cause.get("code"),
-        "reason": cause.get("reason"),
+        "reason": (whole["hostlist"] if whole["domain"] else None) or cause.get("reason"),
         "opened_at": iso(row["opened_at"]),
         "age_s": age_s(now, row["opened_at"]),
         "updated_at": iso(row["updated_at"]),
         "resolved_at": iso(row["resolved_at"]),
         "cause": row["cause"],
         "reopened": row["reopened"],
+        **whole,
         "runbook": _runbook(row["runbook"]),
         "findings": [
             {key: one[key] for key in ("id", "rule", "node", "entity", "state", "verdict", "code", "reason")}
@@ -616,13 +625,16 @@ def _incident(row: Row, now: datetime, related: Sequence[Row], where: Mapping[tu
 
 
 def _headline(row: Row) -> str:
-    """The title without the reason, which is shown beside it and may be newer."""
+    """The title without place and reason, which are shown beside it; the reason may be newer."""
     title, rule = str(row["title"]), row["rule_title"]
-    return str(rule) if rule and title.startswith(f"{rule}: ") else title
+    if rule and title.startswith(f"{rule}: "):
+        return str(rule)
+    domain = Domain.of(str(row["entity"]))
+    return title.removeprefix(f"{domain.words}: ") if domain else title
 
 
 def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) -> Document:
-    """One incident with findings, log, and what else happened on the node around its opening.
+    """One incident with findings, log, what changed before it, what was tried, and what else happened there.
 
     Raises:
         NotFound: There is no such incident.
@@ -646,6 +658,9 @@ def one_incident(read: duckdb.DuckDBPyConnection, now: datetime, number: int) ->
     incident = _incident(row, now, related, places(read, now, nodes))
     incident["jobs"] = jobs.hurt(read, _hurt(related, now)).get(int(str(row["number"])))
     incident |= people.known(read, now).get(int(str(row["number"])), people.UNKNOWN)
+    told = next((one["detail"] for one in full if one["rule"] == row["cause_rule"]), None)
+    incident |= story.history(read, row | {"code": incident["code"]}, told, now)
+    incident["changed"] = story.changed(read, story.nodes_of(read, row, nodes), row["opened_at"])
     incident["findings"] = full
     incident["log"] = _log(read, int(str(row["number"])))
     where = places(read, now, nodes)

@@ -28,12 +28,14 @@ class Scope:
         node: Only this node.
         entities: Only these entities.
         incident: Only findings of this incident.
+        nodes: Only these nodes, where one is not enough.
     """
 
     rules: frozenset[str] | None = None
     node: str | None = None
     entities: frozenset[str] | None = None
     incident: int | None = None
+    nodes: frozenset[str] | None = None
 
 
 def explain(
@@ -150,12 +152,14 @@ def _incident_scope(read: duckdb.DuckDBPyConnection, number: int) -> list[Scope]
     related = rows(read, "SELECT rule, entity, node FROM finding WHERE incident = ?", [number])
     rules = {str(row["rule"]) for row in related} | {str(found[0]["cause_rule"])}
     nodes = {str(row["node"]) for row in related} | {str(found[0]["node"])}
+    one = nodes.copy().pop() if len(nodes) == 1 else ""
     return [
         Scope(
             rules=frozenset(rules),
-            node=(nodes.pop() or None) if len(nodes) == 1 else None,
+            node=one or None,
             entities=frozenset({str(row["entity"]) for row in related} | {str(found[0]["entity"])}),
             incident=number,
+            nodes=frozenset(nodes),
         )
     ]
 
@@ -213,6 +217,9 @@ def _verdicts(
     if scope.node is not None:
         conditions.append("node = $node")
         parameters["node"] = scope.node
+    elif scope.nodes is not None:
+        conditions.append("node IN (SELECT unnest($nodes::VARCHAR[]))")
+        parameters["nodes"] = sorted(scope.nodes)
     if scope.entities is not None:
         conditions.append("entity IN (SELECT unnest($entities::VARCHAR[]))")
         parameters["entities"] = sorted(scope.entities)

@@ -323,14 +323,13 @@ class Judge:
         changes += [(finding, "seen") for finding in self._shifted if finding.key not in changed]
         self._shifted = []
         changes.sort(key=lambda change: self._order(*change))
-        with self._store.transaction() as write:
+        with self._store.transaction() as write, self._store.reader(LIVE) as read:
             over = self._follow_people(write)
             changes = [change for change in changes if change[0].id not in over]
             fresh = [finding for finding, _ in changes if finding.id == 0]
             for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
                 finding.id = number
-            for finding, change in changes:
-                self._incidents.take(finding, change, as_of)
+            self._incidents.take(changes, as_of, read)
             dropped = [finding for finding, change in changes if change == "dropped"]
             kept = {finding.id: finding for finding, change in changes if change != "dropped"}
             kept.update(self._incidents.moved)

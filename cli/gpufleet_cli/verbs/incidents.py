@@ -3,8 +3,12 @@
 The other words are what people do with incidents: ack, unack, note, close, silence, report.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import click
 
+from gpufleet import hostlist
 from gpufleet_cli import errors, handover, person, render, show
 from gpufleet_cli.client import Client, Json
 from gpufleet_cli.errors import FleetError
@@ -12,6 +16,11 @@ from gpufleet_cli.handover import by, flags_of
 from gpufleet_cli.render import Column, clock
 from gpufleet_cli.settings import Settings, options, settings_of
 from gpufleet_cli.verbs.node import jobs_of, limit_of
+
+MOST_FINDINGS = 12
+"""More are folded, those of one rule and state into one line; `-o wide` shows each."""
+
+MOST_CHANGES = 5
 
 
 @click.group(invoke_without_command=True)
@@ -41,6 +50,11 @@ def _list(context: click.Context, everything: bool) -> None:
     show.show(context, fetch, _lines, _exit_code)
 
 
+def _why(item: render.Json) -> object:
+    into = item.get("merged_into")
+    return item.get("reason") if into is None else f"merged into INC-{into}"
+
+
 def _exit_code(document: Json) -> int:
     found = render.items(document, "items")
     return show.worst([item.get("severity") for item in found if item.get("state") == "open"])
@@ -58,7 +72,7 @@ def _lines(document: Json, settings: Settings) -> str:
             flags_of(item) or str(item.get("state")),
             render.age(item.get("age_s")),
             str(item.get("place") or item.get("node")),
-            ": ".join(str(part) for part in (item.get("headline"), item.get("reason")) if part),
+            ": ".join(str(part) for part in (item.get("headline"), _why(item)) if part),
         ]
         for item in render.items(document, "items")
     ]
@@ -106,16 +120,7 @@ def _story(document: Json, settings: Settings) -> str:
     for title, value in _facts(found):
         lines.extend(render.wrap_line(f"  {title:<8} {value}", limit, " " * 11))
     lines.extend(_findings(found, settings, limit))
-    log = [
-        [
-            clock(entry.get("logged_at")),
-            str(entry.get("what")),
-            f"{by(entry)}: {entry.get('text')}".removesuffix(": ")
-            if entry.get("by")
-            else str(entry.get("text")),
-        ]
-        for entry in render.items(found, "log")
-    ]
+    log = [[clock(at), what, text] for at, what, text in _folded(render.items(found, "log"))]
     if log:
         lines += [
             "",
@@ -157,6 +162,10 @@ def _facts(found: render.Json) -> list[tuple[str, str]]:
         ),
         ("known", _known(found)),
         ("jobs", jobs_of(found)),
+        ("changed", "; ".join(_change(one) for one in render.items(found, "changed")[:MOST_CHANGES])),
+        ("tried", ", ".join(_tried(one) for one in render.items(found, "tried"))),
+        ("before", _before(found.get("repeats"))),
+        ("proof", found.get("proof")),
         ("do", found.get("action")),
         ("runbook", found.get("runbook")),
     ]
@@ -175,17 +184,80 @@ def _known(found: render.Json) -> str | None:
     return "; ".join(part for part in parts if part) or None
 
 
+def _change(one: render.Json) -> str:
+    before, after = one.get("before"), one.get("after")
+    if before is None or after is None:
+        step = f"{after} (new)" if before is None else f"{before} (gone)"
+    else:
+        step = f"{before} -> {after}"
+    return f"{one.get('what')} {step} on {one.get('nodes')}, {clock(one.get('at'))}"
+
+
+def _tried(one: render.Json) -> str:
+    return f"{one.get('step')} {one.get('count')} x (last {clock(one.get('last_at'))})"
+
+
+def _before(repeats: object) -> str:
+    """How often this card was in trouble in the last month, wherever it sat."""
+    if not isinstance(repeats, dict):
+        return ""
+    numbers = repeats.get("incidents") or []
+    names = ", ".join(str(one) for one in numbers[-MOST_CHANGES:])
+    text = (
+        f"serial {repeats.get('serial') or '?'}: {render.plural(len(numbers), 'incident')} in 30 d ({names})"
+    )
+    where = hostlist.fold(str(node) for node in repeats.get("nodes") or [])
+    text += f" on {where}" if where else ""
+    return f"{text}; REPEAT OFFENDER" if repeats.get("offender") else text
+
+
+def _folded(log: Sequence[render.Json]) -> list[tuple[object, str, str]]:
+    """Lines of the timeline; what many nodes of one incident say at once is one line."""
+    lines: list[tuple[object, str, str]] = []
+    for (at, what, head), same in groupby(log, _alike):
+        entries = list(same)
+        text = str(entries[0].get("text"))
+        if len(entries) > 2:
+            text = f"{head}: {len(entries)} findings, the first: {text.removeprefix(head).lstrip(': ')}"
+            lines.append((at, what, text))
+        else:
+            lines += [(one.get("logged_at"), what, _said(one)) for one in entries]
+    return lines
+
+
+def _said(entry: render.Json) -> str:
+    """What happened, and who did it where it was a person."""
+    text = str(entry.get("text"))
+    return f"{by(entry)}: {text}".removesuffix(": ") if entry.get("by") else text
+
+
+def _alike(entry: render.Json) -> tuple[str, str, str]:
+    """To the second, what, and the title before the reason."""
+    head = str(entry.get("text")).partition(": ")[0] if entry.get("finding") is not None else ""
+    return (clock(entry.get("logged_at")), str(entry.get("what")), head)
+
+
 def _findings(found: render.Json, settings: Settings, limit: int) -> list[str]:
-    rows = [
-        [
-            str(finding.get("rule")),
-            f"{render.state(finding.get('verdict'), settings.colored)} {finding.get('state')}",
-            str(finding.get("place") or finding.get("entity")),
-            _measured(finding),
-            str(finding.get("reason") or ""),
-        ]
-        for finding in render.items(found, "findings")
-    ]
+    rows = []
+    findings = render.items(found, "findings")
+    many = len(findings) > MOST_FINDINGS and settings.output != "wide"
+    groups: dict[object, list[render.Json]] = {}
+    for number, finding in enumerate(findings):
+        same = (finding.get("rule"), finding.get("verdict"), finding.get("state"))
+        groups.setdefault(same if many else number, []).append(finding)
+    for group in groups.values():
+        finding = group[0]
+        names = {str(one.get("node")) for one in group}
+        one = len(group) == 1
+        rows.append(
+            [
+                str(finding.get("rule")),
+                f"{render.state(finding.get('verdict'), settings.colored)} {finding.get('state')}",
+                str(finding.get("place") or finding.get("entity")) if one else hostlist.fold(names),
+                _measured(finding) if one else "-",
+                ("" if one else f"{len(group)} findings, the first: ") + str(finding.get("reason") or ""),
+            ]
+        )
     if not rows:
         return []
     head = [

@@ -262,7 +262,8 @@ def _next(document: Json) -> list[str]:
         first = incidents[0]
         entity = str(first.get("entity"))
         node, job = first.get("node"), entity.removeprefix("job:")
-        there = f"fleet node {node}" if node or job == entity else f"fleet job {job}"
-        return ["", f"next: fleet incidents show {first.get('number')} | {there}"]
+        there = f" | fleet node {node}" if node else f" | fleet job {job}" if job != entity else ""
+        there = "" if str(node).startswith("(") else there
+        return ["", f"next: fleet incidents show {first.get('number')}{there}"]
     quiet = [item for item in render.items(document, "items") if item.get("state") != "ok"]
     return ["", f"next: fleet node {quiet[0].get('node')}"] if quiet else []

@@ -54,6 +54,12 @@ def test_as_it_is_shipped_it_changes_nothing() -> None:
         ("node = 'a b'", "key node"),
         ("state_dir = 'here'", "key state_dir: 'here' is not an absolute path"),
         ("[tls]\nca = 3", "key tls.ca"),
+        ("[labels]\nRack = 'r12'", "key labels.Rack: is no name for a label"),
+        ("[labels]\nserver = 'nfs1'", "key labels.server: is no name for a label"),
+        ("[labels]\nrack = ''", "key labels.rack: '' is no label"),
+        ('[labels]\nrack = "a\\nb"', "key labels.rack"),
+        ("[labels]\nrack = 12", "key labels"),
+        ("[labels]\n" + "".join(f"a{n} = 'x'\n" for n in range(17)), "key labels: 17 labels"),
         ("= 3", "not valid TOML"),
     ],
 )
@@ -63,6 +69,11 @@ def test_what_is_wrong_is_one_line_that_names_the_key(text: str, said: str) -> N
     assert str(wrong.value).startswith("agent.toml: ")
     assert said in str(wrong.value)
     assert "\n" not in str(wrong.value)
+
+
+def test_labels_are_free_names() -> None:
+    config = parse(b"[labels]\nrack = 'r12'\npower_feed = 'A / north'", AgentConfig, "agent.toml")
+    assert config.labels == {"rack": "r12", "power_feed": "A / north"}
 
 
 @given(st.binary(max_size=200))

@@ -225,6 +225,12 @@ def test_B01_a_lost_card_is_a_row_among_full_ones() -> None:
     assert sum(item.entity.startswith("gpu:") for item in found.items) == 3
 
 
+def test_labels_of_the_host_are_in_its_inventory() -> None:
+    host = GuardedHost(parse(SCENARIO).host("a", lambda: 5.0, 0), labels={"rack": "r12"})
+    found = sampler.read_inventory(host).items[0].attributes
+    assert (found["label.rack"], found["hostname"]) == ("r12", "a")
+
+
 def test_a_skipped_card_answers_hung_without_being_asked() -> None:
     host = GuardedHost(parse(SCENARIO).host("a", lambda: 5.0, 0), [Skip(_pci(1), "GPU-known", 1)])
     sweep = probe.run_probe("gpu", cast(Any, gpu), host, print)

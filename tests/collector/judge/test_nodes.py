@@ -96,20 +96,37 @@ def test_backfill_that_arrives_is_a_sign_of_life(fleet: "Fleet", judge: Judge) -
 
 
 def test_a_third_of_the_fleet_at_once_is_the_collector(fleet: "Fleet", judge: Judge) -> None:
-    nodes = [fleet.add(f"gpu-{n:03}", gpus=1) for n in range(9)]
+    nodes = [fleet.add(f"gpu-{n:03}", gpus=1) for n in range(12)]
     fleet.run(30, judge)
-    for node in nodes[:4]:
+    for node in nodes[:5]:
         node.up = False
     fleet.run(100, judge, every=20)
     assert fleet.findings() == [("(collector)", "agent:", "firing", "crit", "many_silent")]
     assert len(fleet.incidents()) == 1
-    assert [states(fleet)[node.name] for node in nodes[:4]] == ["unknown"] * 4
-    for node in nodes[1:4]:
+    assert [states(fleet)[node.name] for node in nodes[:5]] == ["unknown"] * 5
+    fleet.run(60, judge, every=20)
+    for node in nodes[2:5]:
         node.up = True
-    fleet.run(5, judge)
+        fleet.run(20, judge)
+    assert len(fleet.findings()) == 1, "the others may still be on their way back"
+    nodes[1].up = True
+    fleet.run(130, judge, every=10)
     assert fleet.findings() == [("gpu-000", "node:", "firing", "warn", "silent")], (
         "one that stayed away is one"
     )
+    assert [row[1:5] for row in fleet.incidents()] == [
+        ("agent_silent", "(collector)", "agent:", "resolved"),
+        ("agent_silent", "gpu-000", "node:", "open"),
+    ]
+
+
+def test_four_nodes_are_no_reason_to_suspect_the_collector(fleet: "Fleet", judge: Judge) -> None:
+    nodes = [fleet.add(f"gpu-{n:03}", gpus=1) for n in range(6)]
+    fleet.run(30, judge)
+    for node in nodes[:4]:
+        node.up = False
+    fleet.run(100, judge, every=20)
+    assert len(fleet.findings()) == 4
 
 
 def test_a_few_of_many_are_themselves(fleet: "Fleet", judge: Judge) -> None:

@@ -10,6 +10,8 @@ runbook       = "agent_silent"
 [limits]
 warn_s        = { value = 90,  source = "a node silent for 90 s is unknown" }
 crit_s        = { value = 600, source = "own choice: longer than a reboot" }
+fleet_nodes   = { value = 5,    source = "own choice: fewer are hosts or their rack, not the collector" }
+back_s        = { value = 120,  source = "own choice: agents that lost the collector are all back so soon after the first" }
 fleet_share   = { value = 0.33, source = "a third of the fleet at once: look at the collector first" }
 */
 
@@ -27,13 +29,22 @@ noted as (
     group by node
 ),
 contact as (
-    select n.node, n.expectation, n.expected_since, n.hello_at, l.warn_s, l.crit_s, l.fleet_share,
+    select n.node, n.expectation, n.expected_since, n.hello_at, l.warn_s, l.crit_s, l.fleet_share, l.fleet_nodes, l.back_s,
            greatest(r.received_at, o.heard_at, if(n.hello_at <= as_of, n.hello_at, null)) as near_at,
            r.received_at is null and o.heard_at is null as far
     from node_list(as_of) n
     left join recent r on r.node = n.node
     left join noted o on o.node = n.node
     join limits_agent_silent l on l.node = n.node and l.model = ''
+),
+-- While the collector suspects itself: since when, and the last time that a node came back.
+doubt as (select min(fired_at) as since from finding
+          where rule = 'agent_silent' and node = '(collector)' and state in ('firing', 'recovering')),
+coming as (
+    select max(first_at) as at_last
+    from (select min(l.received_at) as first_at from ledger l, doubt d
+          where l.received_at > d.since and l.received_at > as_of - interval 15 minute and l.received_at <= as_of
+          group by l.node)
 ),
 -- Only nodes that neither say anything nor are known to be silent need the long and dear look back.
 far as (
@@ -61,7 +72,12 @@ together as (
            count(*) filter (expectation <> 'none' and heard_at is not null) over () as fleet
     from judged
 ),
-suspected as (select *, same >= 3 and same >= fleet_share * fleet as held from together)
+-- Suspected once, those that fell silent with the rest are so until nobody has come back for a while.
+suspected as (
+    select t.*, silent and (same >= fleet_nodes and same >= fleet_share * fleet
+                            or coalesce(heard_at <= d.since and r.at_last > as_of - to_seconds(back_s::bigint), false)) as held
+    from together t cross join doubt d cross join coming r
+)
 select node, 'node:' as entity,
        case when expectation = 'none' then 'n/a' when held then 'unknown'
             when silent_s > crit_s then 'crit' when silent_s > warn_s then 'warn' else 'ok' end as verdict,

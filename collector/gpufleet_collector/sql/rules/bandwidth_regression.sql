@@ -14,11 +14,14 @@ noise_floor   = { value = 0.003, source = "scatter of h2d copies" }
 min_n         = { value = 8,    source = "own choice: fewer runs are no baseline" }
 peer_hours    = { value = 2,    source = "two rounds of hourly runs" }
 stale_hours   = { value = 48,   source = "older results say nothing about now" }
+fleet_ratio   = { value = 0.96, source = "own choice: the median of many cards on many hosts does not move by itself" }
+fleet_nodes   = { value = 5,    source = "fewer nodes are no fleet" }
 */
 
 -- The newest ok result of each series (one bench, version, convention, parameters and link on one entity) against the
 -- entity's own baseline, less what its peers lost in the same hours: what hit all is not this card. Runs that were
--- skipped, preempted or failed are no evidence. The worst series speaks for the entity.
+-- skipped, preempted or failed are no evidence. The worst series speaks for the entity. A step that all cards of a model
+-- made (a new driver) is one row for the model.
 create or replace macro find_bandwidth_regression(as_of) as table
 with run as (
     select node, entity, bench_key(bench, version, convention, params_hash, link) as key, any_value(bench) as bench,
@@ -57,6 +60,20 @@ peers as (
     select model, key, median(ratio) as ratio, count(*) as n
     from rated where ratio is not null and ok_at > as_of - to_hours(peer_hours::bigint)
     group by model, key
+),
+-- What all cards of a model lost or won, by the series that moved most.
+fleet as (
+    select model, min(ratio) as ratio, arg_min(bench, ratio) as bench, arg_min(cards, ratio) as cards,
+           arg_min(nodes, ratio) as nodes, max(newest_at) as newest_at, any_value(fleet_ratio) as fleet_ratio
+    from (
+        select model, key, any_value(bench) as bench, median(ratio) as ratio, count(*) as cards,
+               count(distinct node) as nodes, max(ok_at) as newest_at, any_value(fleet_ratio) as fleet_ratio
+        from rated
+        where ratio is not null and model <> '' and ok_at > as_of - to_hours(peer_hours::bigint)
+        group by model, key
+        having count(distinct node) >= any_value(fleet_nodes)
+    )
+    group by model
 ),
 own_host as (
     select node, model, key, count(*) as n
@@ -111,4 +128,11 @@ select r.node as node, r.entity as entity,
        json_object('bench', r.bench, 'key', r.key, 'ratio', r.ratio, 'peers_ratio', r.peers, 'n_peers', r.n_peers,
                    'net_ratio', r.net, 'noise', r.noise, 'baseline_state', r.base_state, 'baseline_n', r.base_n,
                    'baseline_driver', r.base_epoch, 'driver', r.driver) as detail
-from worst;
+from worst
+union all
+select '', 'domain:model=' || model, if(ratio < fleet_ratio, 'warn', 'ok'), if(ratio < fleet_ratio, 'fleet_step', 'as_before'),
+       ratio, fleet_ratio, '1', newest_at,
+       format('{}: {} cards on {} nodes reach {:.1f} % of their own baselines', bench, cards, nodes, 100 * ratio)
+           || if(ratio < fleet_ratio, ': the whole model moved, look at driver and settings; accept it, or go back', ''),
+       json_object('bench', bench, 'cards', cards, 'nodes', nodes, 'ratio', ratio)
+from fleet;

@@ -20,16 +20,20 @@ busy_share    = { value = 0.8,  source = "own choice: the start or end of a job 
 warn_ratio    = { value = 0.93, source = "peers under one job differ by less" }
 crit_ratio    = { value = 0.85, source = "a card this slow holds up its job" }
 hw_share      = { value = 0.6,  source = "6 of 10 minutes" }
+fleet_ratio   = { value = 0.97, source = "own choice: the median of many cards on many hosts does not move by itself" }
+fleet_nodes   = { value = 5,    source = "fewer nodes are no fleet" }
 */
 
 -- Two things slow a card down. Hardware (power brake, heat) counts the time it does so: growth in the newest sample
 -- is a bad sample, hw_share of ten minutes is critical. Else the newest whole minute under load is judged: the mean SM
 -- clock of its busy samples against the card's own baseline, or else against the busy cards of its model, those
--- of its own host first. Idle cards are n/a, the software power cap and clocks set by people are normal.
+-- of its own host first. Idle cards are n/a, the software power cap and clocks set by people are normal. Where the cards
+-- of a model have all left their own baselines without a reason of their own (a new driver), that is one row for the
+-- model, and each card is held against what is left.
 create or replace macro find_gpu_downclocked(as_of) as table
 with card as (
     select c.node, c.entity, c.gpu_uuid, c.model, b.value as own,
-           l.busy_pct, l.busy_share, l.warn_ratio, l.crit_ratio, l.hw_share, l.window_s,
+           l.busy_pct, l.busy_share, l.warn_ratio, l.crit_ratio, l.hw_share, l.window_s, l.fleet_ratio, l.fleet_nodes,
            floor((epoch(as_of) - l.settle_s) / l.window_s) * l.window_s as until_s
     from card_list(as_of) c
     join limits_gpu_downclocked l on l.node = c.node and l.model = coalesce(c.model, '')
@@ -117,6 +121,16 @@ why_null as (
 loaded as (
     select node, gpu_uuid, clock from minute join card using (node, gpu_uuid) where busy >= busy_share * samples
 ),
+-- Cards that nothing holds back, against their own baselines.
+fleet as (
+    select c.model, median(m.clock / c.own) as ratio, count(*) as cards, count(distinct c.node) as nodes,
+           max(m.busy_at) as busy_at, any_value(c.fleet_ratio) as fleet_ratio, any_value(c.fleet_nodes) as fleet_nodes
+    from minute m join card c using (node, gpu_uuid)
+    where c.own > 0 and c.model is not null and m.busy >= c.busy_share * m.samples and m.reasons & 232 = 0
+      and not coalesce(m.cap_share >= 0.5 or m.set_share >= 0.5, false)
+    group by c.model
+    having count(distinct c.node) >= any_value(c.fleet_nodes)
+),
 host_peers as (
     select c.node, c.model, median(l.clock) as clock, count(*) as n
     from loaded l join card c using (node, gpu_uuid) group by c.node, c.model
@@ -131,7 +145,8 @@ judged as (
            coalesce(c.own, if(h.n >= 5, h.clock, null), if(p.n >= 5, p.clock, null)) as want,
            case when c.own is not null then 'own baseline' when h.n >= 5 then 'cards of its host'
                 when p.n >= 5 then 'cards of its model' end                as against,
-           coalesce(if(h.n >= 5, h.n, null), p.n, 0)                       as n_peers
+           coalesce(if(h.n >= 5, h.n, null), p.n, 0)                       as n_peers,
+           if(c.own is not null and m.reasons & 232 = 0 and f.ratio < c.fleet_ratio, f.ratio, 1) as step
     from card c
     left join minute m using (node, gpu_uuid)
     left join last_sample s using (node, gpu_uuid)
@@ -139,6 +154,7 @@ judged as (
     left join why_null y using (node, entity)
     left join host_peers h using (node, model)
     left join model_peers p using (model)
+    left join fleet f using (model)
 ),
 named as (
     select *,
@@ -154,7 +170,7 @@ named as (
                 when busy = 0 and loaded >= busy_share * samples          then 'no_clock'
                 when busy = 0 or busy < busy_share * samples              then 'idle'
                 when want is null                                         then 'no_expectation'
-                when clock >= warn_ratio * want                           then 'at_clock'
+                when clock >= warn_ratio * want * step                    then 'at_clock'
                 when reasons & 128 > 0                                    then 'power_brake'
                 when reasons & 64 > 0                                     then 'hw_thermal'
                 when reasons & 8 > 0                                      then 'hw_slowdown'
@@ -169,7 +185,7 @@ select node, entity,
             when code in ('hung', 'lost', 'no_utilisation', 'idle', 'no_expectation')    then 'n/a'
             when code in ('at_clock', 'power_cap', 'clock_set')                          then 'ok'
             when greatest(brake_s, heat_s) > 0                        then if(hw_10m >= hw_share, 'crit', 'warn')
-            when ratio < crit_ratio                                                      then 'crit'
+            when ratio < crit_ratio * step                                               then 'crit'
             else 'warn' end                                               as verdict,
        code,
        if(greatest(brake_s, heat_s) > 0, greatest(brake_10m, heat_10m), clock) as observed,
@@ -193,5 +209,13 @@ select node, entity,
                                   when 'power_cap' then ': at its power limit' when 'clock_set' then ': clocks are set lower'
                                   when 'no_reason' then ', and the card names no reason' else '' end) end as reason,
        json_object('own', own, 'against', against, 'n_peers', n_peers, 'reasons', reasons, 'ratio', ratio,
-                   'busy_samples', busy, 'samples', samples, 'brake_s', brake_10m, 'heat_s', heat_10m) as detail
-from named;
+                   'busy_samples', busy, 'samples', samples, 'brake_s', brake_10m, 'heat_s', heat_10m,
+                   'model_step', nullif(step, 1)) as detail
+from named
+union all
+select '', 'domain:model=' || model, if(ratio < fleet_ratio, 'warn', 'ok'), if(ratio < fleet_ratio, 'fleet_step', 'at_clock'),
+       ratio, fleet_ratio, '1', busy_at,
+       format('{} loaded cards on {} nodes run at {:.1f} % of their own baselines', cards, nodes, 100 * ratio)
+           || if(ratio < fleet_ratio, ': the whole model moved, look at driver and settings; accept it, or go back', ''),
+       json_object('cards', cards, 'nodes', nodes, 'ratio', ratio)
+from fleet;

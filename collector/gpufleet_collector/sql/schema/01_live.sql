@@ -96,7 +96,7 @@ create table if not exists live.incident (
 create table if not exists live.incident_log (
     number bigint not null, logged_at timestamp not null,
     what varchar not null,               -- opened | reopened | cause_changed | finding_fired | finding_worse |
-                                         -- finding_recovering | finding_resolved | resolved
+                                         -- finding_recovering | finding_resolved | grouped | merged | resolved
     finding bigint, text varchar not null,
 );
 

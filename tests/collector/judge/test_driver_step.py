@@ -1,0 +1,93 @@
+"""A new driver moves every card of a model: one fleet event, and no card is blamed."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpufleet_collector.judge import Judge
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Card, Fleet
+
+CLOCK, BENCH = "gpu_downclocked", "bandwidth_regression"
+MODEL = "domain:model=NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def rules() -> tuple[str, ...]:
+    return (CLOCK, BENCH)
+
+
+def grow(fleet: "Fleet", nodes: int) -> list["Card"]:
+    cards = [card for n in range(nodes) for card in fleet.add(f"gpu-{n:03}", gpus=2).cards]
+    for card in cards:
+        fleet.baseline(card.node, card.entity, "sm_clock_busy_mhz", 1950.0)
+        fleet.baseline(card.node, card.entity, "h2d/1/copied_once/ab12/pcie5x16", 55.0)
+    return cards
+
+
+def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
+    for _ in range(count):
+        fleet.run(55)
+        fleet.run(5, judge)
+
+
+@pytest.mark.parametrize("part", [0.94, 0.80])
+def test_clocks_of_all_are_one_fleet_event(fleet: "Fleet", judge: Judge, part: float) -> None:
+    cards = grow(fleet, 6)
+    for card in cards:
+        card.clock, card.epoch = part * 1950, 2
+    minutes(fleet, judge, 5)
+    assert fleet.findings() == [("", MODEL, "firing", "warn", "fleet_step")]
+    assert fleet.incidents() == [(1, CLOCK, "", MODEL, "open", "warn")]
+    cards[3].clock = 0.8 * part * 1950
+    minutes(fleet, judge, 4)
+    assert [row[1] for row in fleet.findings()] == [MODEL, cards[3].entity], "one card fell further"
+    assert [row[3] for row in fleet.incidents()] == [MODEL, cards[3].entity]
+
+
+def test_it_is_over_when_they_are_as_before(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 5)
+    for card in cards:
+        card.clock = 1800.0
+    minutes(fleet, judge, 4)
+    for card in cards:
+        card.clock = 1950.0
+    fleet.run(480, judge, every=30)  # a judge that passes less often counts as away
+    assert [row[4] for row in fleet.incidents()] == ["resolved"]
+
+
+def test_what_hardware_does_to_all_is_no_step(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 6)
+    for card in cards:
+        card.clock, card.reasons = 1500.0, 0x40
+    minutes(fleet, judge, 3)
+    assert {fleet.find(CLOCK, card.entity)[:2] for card in cards} == {("crit", "hw_thermal")}
+    assert MODEL not in {row[1] for row in fleet.findings()}
+
+
+def test_few_nodes_are_no_fleet(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 4)
+    for card in cards:
+        card.clock = 1755.0
+    minutes(fleet, judge, 2)
+    assert {fleet.find(CLOCK, card.entity)[:2] for card in cards} == {("warn", "no_reason")}
+
+
+def test_bandwidth_of_all_is_one_fleet_event(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 6)
+    for _ in range(3):
+        for card in cards:
+            fleet.bench(card.entity, card.node, 0.94 * 55.0, driver="590")
+        fleet.at += timedelta(minutes=30)
+        judge.run_pass(fleet.at)
+    assert fleet.findings() == [("", MODEL, "firing", "warn", "fleet_step")]
+    assert [row[1:4] for row in fleet.incidents()] == [(BENCH, "", MODEL)]
+
+
+def test_bandwidth_that_scatters_is_none(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 6)
+    for number, card in enumerate(cards):
+        fleet.bench(card.entity, card.node, (0.93 if number % 3 == 0 else 1.0) * 55.0)
+    assert fleet.find(BENCH, MODEL)[:2] == ("ok", "as_before")
