@@ -267,7 +267,7 @@ def test_a_limit_of_one_node_moves_its_verdict_only(fleet: "Fleet", store: Store
     [
         (
             "[limit.gpu_lost.warn_ratio]\nvalue = 1",
-            "[limit.gpu_lost]: no such rule; there are agent_silent, ",
+            "[limit.gpu_lost]: no such rule; there are agent_dropping, ",
         ),
         (
             "[limit.gpu_downclocked.warn_ration]\nvalue = 1",
