@@ -102,7 +102,7 @@ def test_slow_waiting_broken_switched_off_and_not_run(fleet: "Fleet") -> None:
     fleet.at += timedelta(seconds=20)
     judge.run_pass(fleet.at)
     with bare.transaction() as write:
-        write.execute("UPDATE live.rule SET seconds = 4 WHERE rule = 'heavy'")
+        write.execute("UPDATE live.rule SET seconds = 6 WHERE rule = 'heavy'")
 
     def verdicts(seconds: float) -> dict[str, tuple[str, str]]:
         at = fleet.at + timedelta(seconds=seconds)
