@@ -96,8 +96,15 @@ def test_every_rule_has_a_runbook_and_drills(rule: Path) -> None:
     assert re.match(r"# .+\n\n\w[^#]{80,}", text), f"{runbook.name}: does not say what it means"
     for part in ("## First three commands", "## Likely causes", "## When it clears"):
         assert part in text, f"{runbook.name}: {part!r} is missing"
-    drills = "".join(path.read_text() for path in (ROOT / "tests/collector/judge").glob("test_*.py"))
-    assert f'"{rule.stem}"' in drills, f"{rule.stem}: no drill in tests/collector/judge"
+    files = [path.read_text() for path in (ROOT / "tests/collector/judge").glob("test_*.py")]
+    drills = "".join(text for text in files if f'"{rule.stem}"' in text)
+    assert drills, f"{rule.stem}: no drill in tests/collector/judge"
+    for kind, words in {
+        "fires": ('"firing"',),
+        "is a near miss": ('"ok"',),
+        "cannot be judged": ('"unknown"', '"n/a"'),
+    }.items():
+        assert any(word in drills for word in words), f"{rule.stem}: no drill of one that {kind}"
 
 
 def test_every_runbook_has_a_rule() -> None:

@@ -14,12 +14,14 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet import __version__
 from gpufleet.event import Event
 from gpufleet.metric import Cell, Metric
 from gpufleet.notify import Notifier
+from gpufleet.tls import validity
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent import benches, encode
 from gpufleet_agent.bench_runner import BenchRunner
@@ -358,7 +360,22 @@ class Supervisor:
         }
         if pss is not None:
             row["pss_bytes"] = pss
+        row |= self._certificate()
         self._add_run("agent", wall_us(), mono_us(), time.perf_counter() - began, "", 1, row)
+
+    def _certificate(self) -> dict[str, Cell]:
+        """How long our certificate still holds; read anew, for it may be renewed."""
+        if not self.config.tls.on:
+            return {}
+        try:
+            since, until = validity(self.config.tls.cert)
+        except (OSError, ValueError):
+            return {}  # the push says that it cannot be used
+        now = datetime.now(UTC).replace(tzinfo=None)
+        return {
+            "certificate_left_s": (until - now).total_seconds(),
+            "certificate_life_s": (until - since).total_seconds(),
+        }
 
     def _write_loaders_if_due(self) -> None:
         now = time.monotonic()

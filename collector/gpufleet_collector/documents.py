@@ -477,6 +477,7 @@ def _finding(row: Row, now: datetime, where: Mapping[tuple[str, str], Row]) -> R
         "recovering_at": iso(row["recovering_at"]),
         "resolved_at": iso(row["resolved_at"]),
         "cause": row["cause"],
+        "flapping": bool(row["flapping"]),
         "last_evidence_at": iso(row["last_evidence_at"]),
         "evidence_age_s": age_s(now, row["last_evidence_at"]),
         "incident": number,

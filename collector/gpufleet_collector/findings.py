@@ -17,6 +17,12 @@ from gpufleet_collector.rules import Need, Rule, seconds
 
 BAD = ("warn", "crit")
 
+FLAPS = 3
+"""A finding that fires this often within `FLAP_SPAN` is flapping."""
+
+FLAP_SPAN = timedelta(hours=1)
+"""A flapping finding stays open until its evidence was clean for so long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -124,6 +130,10 @@ class Finding:
     cause: str | None
     last_evidence_at: datetime
     updated_at: datetime
+    flaps: tuple[datetime, ...] = ()
+    """When it and the episodes right before it fired, newest first, at most `FLAPS`."""
+    flapping: bool = False
+    """Fired and cleared so often that it is one long trouble."""
     incident: int | None = None
     stored: bool = field(default=False, compare=False)
     """A row of it exists."""
@@ -152,14 +162,23 @@ def worst_reached(policy: Policy, evidence: Sequence[Evidence]) -> str | None:
     return policy.max_severity if worst == "crit" else worst
 
 
-def begin(policy: Policy, verdict: Verdict, as_of: datetime) -> tuple[Finding, str]:
-    """A new finding from its first bad sample; also fires when one is enough."""
+def begin(
+    policy: Policy, verdict: Verdict, as_of: datetime, flaps: tuple[datetime, ...] = ()
+) -> tuple[Finding, str]:
+    """A new finding from its first bad sample; also fires when one is enough.
+
+    Args:
+        policy: Of the rule.
+        verdict: The bad sample.
+        as_of: Now.
+        flaps: When earlier episodes of the same trouble fired, newest first.
+    """
     assert verdict.evidence_at is not None
     finding = Finding(
         id=0, rule=policy.rule, node=verdict.node, entity=verdict.entity, state="pending", verdict="warn",
         code=verdict.code, observed=None, expected=None, unit=None, reason="", detail=None, evidence=(),
         began_at=verdict.evidence_at, fired_at=None, recovering_at=None, resolved_at=None, cause=None,
-        last_evidence_at=datetime.min, updated_at=as_of,
+        last_evidence_at=datetime.min, updated_at=as_of, flaps=flaps,
     )  # fmt: skip
     fired = step(policy, finding, verdict, as_of) == "fired"
     return finding, "fired" if fired else "began"
@@ -200,6 +219,8 @@ def _bad(policy: Policy, finding: Finding, verdict: Verdict, at: datetime, as_of
         if worst is None or at - finding.began_at < policy.min_duration:
             return ""
         finding.state, finding.verdict, finding.fired_at = "firing", worst, as_of
+        finding.flaps = (as_of, *(then for then in finding.flaps if as_of - then <= FLAP_SPAN))[:FLAPS]
+        finding.flapping = len(finding.flaps) == FLAPS
         return "fired"
     relapsed = finding.state == "recovering"
     finding.state, finding.recovering_at = "firing", None
@@ -220,7 +241,8 @@ def _clean(policy: Policy, finding: Finding, at: datetime, as_of: datetime) -> s
     clean = next(
         (n for n, sample in enumerate(finding.evidence) if sample.verdict in BAD), len(finding.evidence)
     )
-    long_enough = finding.recovering_at is not None and at - finding.recovering_at >= policy.clear_after
+    hold = max(policy.clear_after, FLAP_SPAN) if finding.flapping else policy.clear_after
+    long_enough = finding.recovering_at is not None and at - finding.recovering_at >= hold
     if clean >= need.k and long_enough and not policy.latch:
         resolve(finding, "clean evidence", as_of)
         return "resolved"
@@ -238,6 +260,18 @@ def load(read: duckdb.DuckDBPyConnection) -> list[Finding]:
         f"SELECT {', '.join(_COLUMNS)} FROM live.finding WHERE state <> 'resolved' ORDER BY id"
     ).fetchall()
     return [_from_row(row) for row in rows]
+
+
+def lately(
+    read: duckdb.DuckDBPyConnection, as_of: datetime
+) -> dict[tuple[str, str, str], tuple[datetime, ...]]:
+    """When what was resolved lately had fired, by rule, node and entity: what a next episode must know."""
+    rows = read.execute(
+        "SELECT rule, node, entity, max_by(flaps, id) FROM live.finding "
+        "WHERE state = 'resolved' AND resolved_at > ? AND flaps IS NOT NULL GROUP BY ALL",
+        [as_of - FLAP_SPAN],
+    ).fetchall()
+    return {(rule, node, entity): _times(flaps) for rule, node, entity, flaps in rows}
 
 
 def save(write: duckdb.DuckDBPyConnection, findings: Sequence[Finding], as_of: datetime) -> None:
@@ -276,16 +310,18 @@ _COLUMNS = {
     "verdict": "VARCHAR", "code": "VARCHAR", "observed": "DOUBLE", "expected": "DOUBLE", "unit": "VARCHAR",
     "reason": "VARCHAR", "detail": "VARCHAR", "evidence": "VARCHAR", "began_at": "TIMESTAMP",
     "fired_at": "TIMESTAMP", "recovering_at": "TIMESTAMP", "resolved_at": "TIMESTAMP", "cause": "VARCHAR",
-    "last_evidence_at": "TIMESTAMP", "updated_at": "TIMESTAMP", "incident": "BIGINT",
+    "last_evidence_at": "TIMESTAMP", "updated_at": "TIMESTAMP", "flaps": "VARCHAR", "flapping": "BOOLEAN",
+    "incident": "BIGINT",
 }  # fmt: skip
 
 
 def _columns(findings: Sequence[Finding]) -> list[list[object]]:
+    texts = {
+        "evidence": [_evidence_json(finding.evidence) for finding in findings],
+        "flaps": [_times_json(finding.flaps) for finding in findings],
+    }
     return [
-        [
-            _evidence_json(finding.evidence) if name == "evidence" else getattr(finding, name)
-            for finding in findings
-        ]
+        list(texts[name]) if name in texts else [getattr(finding, name) for finding in findings]
         for name in _COLUMNS
     ]
 
@@ -293,6 +329,8 @@ def _columns(findings: Sequence[Finding]) -> list[list[object]]:
 def _from_row(row: Sequence[object]) -> Finding:
     cells = dict(zip(_COLUMNS, row, strict=True))
     cells["evidence"] = _evidence(str(cells["evidence"]))
+    cells["flaps"] = _times(cells["flaps"])
+    cells["flapping"] = bool(cells["flapping"])
     return Finding(**cells, stored=True)  # type: ignore[arg-type]
 
 
@@ -304,3 +342,12 @@ def _evidence(text: str) -> tuple[Evidence, ...]:
     return tuple(
         Evidence(datetime.fromisoformat(at), verdict, code) for at, verdict, code in json.loads(text)
     )
+
+
+def _times_json(times: Sequence[datetime]) -> str:
+    return json.dumps([at.isoformat() for at in times])
+
+
+def _times(text: object) -> tuple[datetime, ...]:
+    """Empty for a row of before this was noted."""
+    return tuple(datetime.fromisoformat(at) for at in json.loads(str(text or "[]")))

@@ -168,14 +168,16 @@ class Incidents:
     def closed(self, number: int, at: datetime, cause: str) -> None:
         """A person closed it, and its rows say so already."""
         incident = self._known.get(number)
-        self._members.pop(number, None)
-        if incident is not None:
-            incident.state, incident.resolved_at, incident.cause, incident.updated_at = (
-                "resolved",
-                at,
-                cause,
-                at,
-            )
+        if incident is None:
+            return
+        for finding in incident.active:
+            self._holder.pop(finding.id, None)
+        for node in incident.members:
+            self._at.get(node, {}).pop(id(incident), None)
+        incident.members.clear()
+        incident.state, incident.resolved_at, incident.cause = "resolved", at, cause
+        incident.updated_at = at
+        self._may_return(incident)
 
     def save(self, write: duckdb.DuckDBPyConnection) -> None:
         """Write what changed since the last call."""

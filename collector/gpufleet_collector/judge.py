@@ -99,6 +99,7 @@ class Judge:
         self._last_pass: datetime | None = None
         self._shifted: list[Finding] = []
         self._closed = people.Closed(0, {}, {})
+        self._ended: dict[tuple[str, str, str], tuple[datetime, ...]] = {}
         self._pairs: object = None
         self._renames: object = None
         self._made: dict[str, str] = {}
@@ -192,6 +193,7 @@ class Judge:
             self._last_pass = row[0] if row else None
             self._closed = people.closed(read, 0) or people.Closed(0, {}, {})  # first: it may grow meanwhile
             tracked = findings.load(read)
+            self._ended = findings.lately(read, self._last_pass) if self._last_pass else {}
             self._shifted = []
             self._tracked = {finding.key: finding for finding in tracked}
             self._incidents = Incidents(self.policies)
@@ -343,6 +345,10 @@ class Judge:
         for finding, change in changes:
             if change in ("dropped", "resolved"):
                 self._tracked.pop(finding.key, None)
+            if change == "resolved":
+                self._ended[finding.key] = finding.flaps
+        lately = as_of - findings.FLAP_SPAN
+        self._ended = {key: flaps for key, flaps in self._ended.items() if flaps and flaps[0] >= lately}
         report.fired = [finding for finding, change in changes if change == "fired"]
         report.resolved = [finding for finding, change in changes if change == "resolved"]
         for finding, change in changes:
@@ -386,7 +392,8 @@ class Judge:
             if finding is not None:
                 change = findings.step(policy, finding, verdict, as_of)
             elif bad and verdict.evidence_at is not None and self._is_news(policy, verdict):
-                finding, change = findings.begin(policy, verdict, as_of)
+                flaps = self._ended.get((policy.rule, verdict.node, verdict.entity), ())
+                finding, change = findings.begin(policy, verdict, as_of, flaps)
                 self._tracked[finding.key] = finding
             else:
                 continue

@@ -24,6 +24,7 @@ from gpufleet.notify import Notifier
 from gpufleet.tls import check_plain, server_credentials
 from gpufleet.v1 import fleet_pb2_grpc, ingest_pb2_grpc
 from gpufleet.wire import SERVER_OPTIONS
+from gpufleet_collector import certificate
 from gpufleet_collector.config import CollectorConfig, check
 from gpufleet_collector.documents import Health
 from gpufleet_collector.ingest import IngestServicer
@@ -214,6 +215,7 @@ class Collector:
             asyncio.create_task(fleet.keep_status_ready()),
             asyncio.create_task(DiskWatch(self.store.path.parent, self.config.disk, ingest.pause).run()),
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
+            asyncio.create_task(certificate.watch(self.store, self.config.tls)),
         ]
         if self._notifier.watchdog_s is not None:
             tasks.append(asyncio.create_task(self._watchdog(self._notifier.watchdog_s)))

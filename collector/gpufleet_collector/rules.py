@@ -33,7 +33,7 @@ WAITS = "waits for"
 DESCRIBED = frozenset(STANDARD)
 """Tables that come to be when an agent describes its probe."""
 
-SCOPES = ("gpu", "node", "pci", "port", "dimm", "disk", "mount", "job")
+SCOPES = ("gpu", "node", "pci", "port", "dimm", "disk", "mount", "job", "rule")
 """Kinds of entity that a rule may judge."""
 
 _MAKE = "rules,live"

@@ -1,13 +1,21 @@
 """Credentials of both ends. Mutual TLS from files; plain text on loopback or by an explicit flag."""
 
 import ipaddress
+import re
 import ssl
+from datetime import datetime
 from pathlib import Path
 
 import grpc
 import msgspec
 
 from gpufleet.config import ConfigError
+
+_LARGEST = 1 << 20
+"""Bytes of a file in which a certificate is looked for."""
+
+_VERSION, _UTC_TIME, _LONG_TIME = 0xA0, 0x17, 0x18
+"""Tags of DER."""
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +69,54 @@ def check_plain(address: str, insecure: bool, where: str) -> None:
         f"{where}: {address} is not loopback and no [tls] is set: "
         "set tls.ca, tls.cert and tls.key, or insecure = true to send in plain text"
     )
+
+
+def validity(path: str) -> tuple[datetime, datetime]:
+    """From when until when the first certificate of a PEM file holds, UTC without a zone.
+
+    The standard library reads certificates only of a connection, so their few bytes are walked here.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: There is no certificate in it that can be read.
+    """
+    text = Path(path).read_bytes()[:_LARGEST].decode("ascii", "replace")
+    found = re.search(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", text, re.DOTALL)
+    if not found:
+        raise ValueError(f"{path}: no certificate")
+    der = ssl.PEM_cert_to_DER_cert(found[0])
+    _, whole, _ = _element(der, 0)
+    _, at, _ = _element(der, whole)  # what was signed
+    tag, _, after = _element(der, at)
+    if tag == _VERSION:
+        at = after
+    for _ in ("serial number", "algorithm", "issuer"):
+        at = _element(der, at)[2]
+    _, at, end = _element(der, at)
+    times: list[datetime] = []
+    while at < end and len(times) < 2:
+        tag, begin, at = _element(der, at)
+        form = {_UTC_TIME: "%y%m%d%H%M%SZ", _LONG_TIME: "%Y%m%d%H%M%SZ"}.get(tag)
+        if form is None:
+            raise ValueError(f"{path}: no time where its validity should be")
+        times.append(datetime.strptime(der[begin:at].decode("ascii", "replace"), form))
+    if len(times) != 2:
+        raise ValueError(f"{path}: no validity")
+    return times[0], times[1]
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Tag of the DER element at `at`, where its content begins and where it ends."""
+    if at + 2 > len(der):
+        raise ValueError("the certificate is cut off")
+    tag, size, begin = der[at], der[at + 1], at + 2
+    if size & 0x80:
+        count = size & 0x7F
+        size = int.from_bytes(der[begin : begin + count])
+        begin += count
+    if begin + size > len(der):
+        raise ValueError("the certificate is cut off")
+    return tag, begin, begin + size
 
 
 def is_loopback(address: str) -> bool:

@@ -80,6 +80,12 @@ def test_the_page_leads_to_rows_over_mutual_tls_and_refuses_the_rest(
     assert fleet.sql("select distinct node from gpu") == [{"node": "gpu-001"}]
     assert "is not in the certificate" in (tmp_path / "gpu-003.log").read_text()
 
+    left = "select max(certificate_left_s / certificate_life_s) as part from agent where probe = 'agent'"
+    fleet.wait("the agent's certificate", lambda: fleet.sql(left)[0]["part"] is not None)
+    assert fleet.sql(f"select round(part, 1) as part from ({left})") == [{"part": 1.0}]
+    own = "select valid_to > now()::timestamp + interval 30 day as long from certificate"
+    assert fleet.sql(own) == [{"long": True}]
+
     for variable in VARIABLES:
         monkeypatch.delenv(variable)
     plain = fleet_as(fleet, None, "version", "-o", "json")

@@ -25,4 +25,6 @@ METRICS = (
     Metric("spool_oldest_s", _F, Unit.SECOND, _G, "Age of the oldest of those batches.", 0, 1e9, "max"),
     Metric("spool_dropped_total", _U, Unit.COUNT, _C, "Batches dropped because the spool was full.", rollup="delta"),
     Metric("reconnects_total", _U, Unit.COUNT, _C, "Times the stream to the collector was opened again.", rollup="delta"),
+    Metric("certificate_left_s", _F, Unit.SECOND, _G, "Time until the agent's own certificate ends, negative when it has (openssl x509 -enddate); NULL without TLS.", -1e10, 1e11, "min"),
+    Metric("certificate_life_s", _F, Unit.SECOND, _G, "How long it holds in all.", 0, 1e11, "last"),
 )  # fmt: skip

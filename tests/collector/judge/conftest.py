@@ -71,6 +71,8 @@ class Card:
     """What it says differently from a well card, once a minute where its node sends `gpu_health`."""
     link: dict[str, Cell] = field(default_factory=dict)
     """What the driver says of its PCIe link."""
+    said: dict[str, Cell] = field(default_factory=dict)
+    """What its samples say differently from a well card's."""
     bus: dict[str, Cell] = field(default_factory=dict)
     """What the bus says differently from a well card, once a minute."""
 
@@ -373,6 +375,7 @@ def _sample(card: Card) -> Row:
         "sm_clock_mhz": card.clock,
         "clock_reasons": card.reasons,
         "power_w": 600.0,
+        "power_limit_w": 700.0,
         "hw_brake_s_total": card.brake_s,
         "hw_thermal_s_total": card.heat_s,
         "power_cap_s_total": card.cap_s,
@@ -381,6 +384,7 @@ def _sample(card: Card) -> Row:
         "pstate": 0,
         **dict.fromkeys(("pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")),
         **card.link,
+        **card.said,
     }
     if card.state != "ok":
         values = dict.fromkeys(values)
@@ -422,11 +426,16 @@ def _health(card: Card) -> Row:
     }
     values: dict[str, Cell] = {
         "recovery_action": "none",
+        "ecc_corrected_total": 0,
         "ecc_uncorrectable_total": 0,
         "ecc_sram_threshold_exceeded": False,
         "remap_failed": False,
         "remap_pending": False,
         "retired_pages_pending": None,
+        "retired_pages_corrected_total": None,
+        "retired_pages_uncorrectable_total": None,
+        "power_limit_default_w": 700.0,
+        "power_limit_requested_w": 700.0,
         "memory_unrepairable": False,
         "channel_repair_pending": None,
         "tpc_repair_pending": None,

@@ -1,7 +1,10 @@
 """Hysteresis: what counts is distinct evidence, and a restart forgets nothing."""
 
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +14,11 @@ from gpufleet_collector import findings
 from gpufleet_collector.findings import Finding, Policy, Verdict
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings
-from gpufleet_collector.rules import Need, parse_rule
-from gpufleet_collector.store import Store
+from gpufleet_collector.rules import Need, load_rules, parse_rule
+from gpufleet_collector.store import LIVE, Store
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Fleet
 
 T0 = datetime(2026, 3, 1, 12, 0, 0)
 
@@ -195,10 +201,11 @@ def run_judge(script: list[tuple[str, str, bool]], restarts: set[int]) -> list[t
     with store.reader() as read:
         stored = read.execute(
             "SELECT rule, node, entity, state, verdict, code, began_at, fired_at, recovering_at, "
-            "resolved_at, cause, incident FROM live.finding WHERE state <> 'pending' UNION ALL "
+            "resolved_at, cause, flaps, flapping, incident FROM live.finding WHERE state <> 'pending' "
+            "UNION ALL "
             "SELECT 'incident', node, entity, state, severity, title, opened_at, NULL, NULL, resolved_at, "
-            "cause, number FROM live.incident UNION ALL "
-            "SELECT 'log', what, text, '', '', '', logged_at, NULL, NULL, NULL, NULL, number "
+            "cause, NULL, NULL, number FROM live.incident UNION ALL "
+            "SELECT 'log', what, text, '', '', '', logged_at, NULL, NULL, NULL, NULL, NULL, NULL, number "
             "FROM live.incident_log ORDER BY ALL"
         ).fetchall()
     store.close()
@@ -237,3 +244,94 @@ def test_restart_in_the_middle_keeps_incident_start_and_history() -> None:
     script = [("crit", "ok", True)] * 3 + [("ok", "ok", True)] + [("warn", "ok", True)] * 2
     for restart in (1, 2, 4):
         assert run_judge(script, {restart}) == run_judge(script, set())
+
+
+# --- flapping
+
+FIRE, CLEAR = [("crit", "ok", True)] * 2, [("ok", "ok", True)] * 4
+
+
+def told(stored: list[tuple[object, ...]], what: str) -> list[object]:
+    """The texts of an incident's log entries of one kind."""
+    return [row[2] for row in stored if row[:2] == ("log", what)]
+
+
+def test_the_third_firing_in_an_hour_is_flapping_and_stays_one_open_incident() -> None:
+    stored = run_judge((FIRE + CLEAR) * 4, set())
+    found = [(row[3], row[12]) for row in stored if row[0] == "made_up"]
+    assert found == [("recovering", True), ("resolved", False), ("resolved", False)]
+    assert [row[3] for row in stored if row[0] == "incident"] == ["open"]
+    assert len(told(stored, "opened")) == 1
+    assert len(told(stored, "reopened")) == 2, "the fourth time it is still open"
+
+
+def test_two_firings_are_not_flapping() -> None:
+    stored = run_judge((FIRE + CLEAR) * 2, set())
+    assert [(row[3], row[12]) for row in stored if row[0] == "made_up"] == [("resolved", False)] * 2
+
+
+@pytest.mark.parametrize("restart", [6, 7, 12, 13, 15])
+def test_a_restart_forgets_no_flaps(restart: int) -> None:
+    script = (FIRE + CLEAR) * 3
+    assert run_judge(script, {restart}) == run_judge(script, set())
+
+
+def test_flapping_ends_after_a_clean_hour_and_old_firings_do_not_count() -> None:
+    rule = policy("1 of 1")
+
+    def episodes(seconds: list[float]) -> Finding:
+        flaps: tuple[datetime, ...] = ()
+        for second in seconds:
+            finding, _ = findings.begin(rule, said("warn", second), T0 + timedelta(seconds=second), flaps)
+            flaps = finding.flaps
+        return finding
+
+    assert not episodes([0, 1200, 3700]).flapping, "the first is more than an hour ago"
+    finding = episodes([0, 1200, 2400])
+    assert finding.flapping
+    for second, state in (
+        (2410, "recovering"),
+        (3600, "recovering"),
+        (6009, "recovering"),
+        (6010, "resolved"),
+    ):
+        findings.step(rule, finding, said("ok", second), T0 + timedelta(seconds=second))
+        assert finding.state == state
+
+
+def test_a_store_of_before_flapping_opens(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.duckdb"
+    with closing(Store.open(path)) as store, store.transaction() as write:
+        write.execute("ALTER TABLE live.finding DROP COLUMN flaps")
+        write.execute("ALTER TABLE live.finding DROP COLUMN flapping")
+        write.execute(
+            "INSERT INTO live.finding (id, rule, node, entity, state, verdict, code, reason, evidence, "
+            "began_at, last_evidence_at, updated_at) "
+            "VALUES (1, 'gpu_missing', 'n', 'gpu:G', 'firing', 'crit', 'c', 'r', '[]', ?, ?, ?)",
+            [T0, T0, T0],
+        )
+    with closing(Store.open(path)) as store:
+        Judge(store, JudgeSettings())
+        with store.reader(LIVE) as read:
+            [finding] = findings.load(read)
+            assert read.execute("SELECT flags FROM nodes_at(?, '2 minutes')", [T0]).fetchall() == []
+    assert (finding.flaps, finding.flapping) == ((), False)
+
+
+def test_flapping_is_shown_on_its_card(fleet: "Fleet", store: Store) -> None:
+    well, card = fleet.add("gpu-001", gpus=2, health=True).cards
+    rules = [rule for rule in load_rules() if rule.name == "remap_failed"]
+    judge = Judge(store, JudgeSettings(), rules=rules)
+    for _ in range(3):
+        card.health["remap_pending"] = True
+        fleet.run(60, judge, every=30)
+        card.health["remap_pending"] = False
+        fleet.run(60, judge, every=30)
+    shown = (
+        "SELECT entity, state, array_to_string(flags, ' ') FROM cards_at(?, '2 minutes') ORDER BY gpu_index"
+    )
+    assert fleet.sql(shown, fleet.at) == [
+        (well.entity, "ok", ""),
+        (card.entity, "degraded", "flapping"),
+    ]
+    assert [row[5] for row in fleet.incidents()] == ["warn"]

@@ -171,7 +171,7 @@ sample as (
 ),
 trouble as (
     select node, entity,
-           bool_or(verdict = 'crit') as critical,
+           bool_or(verdict = 'crit') as critical, bool_or(coalesce(flapping, false)) as flapping,
            list({'id': id, 'rule': rule, 'state': state, 'verdict': verdict, 'code': code, 'reason': reason,
                  'since': began_at, 'incident': incident} order by verdict, id) as findings
     from findings_at(as_of)
@@ -188,6 +188,7 @@ joined as (
            epoch(as_of - s.received_at)                               as age_s,
            coalesce(epoch(as_of - s.received_at) <= fresh_s(p.interval_s), false) as fresh,
            coalesce(t.critical, false)                                as critical,
+           coalesce(t.flapping, false)                                as flapping,
            coalesce(t.findings, [])                                   as findings,
            w.node is not null as in_maintenance, q.node is not null as silenced
     from card_list(as_of) c
@@ -210,7 +211,8 @@ select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
        pstate, clock_reasons, pcie_gen, pcie_width,
        expected_pci is not null and pci <> expected_pci               as moved,
        findings,
-       list_concat(if(fresh, []::varchar[], ['stale']), people_flags(in_maintenance, silenced)) as flags
+       list_concat(if(fresh, []::varchar[], ['stale']), if(flapping, ['flapping'], []::varchar[]),
+                   people_flags(in_maintenance, silenced)) as flags
 from joined;
 
 -- One row per node that is expected or known: its state, its cards by state (ok + degraded + critical + no data =
@@ -232,6 +234,7 @@ with cards as (
 own as (
     select node,
            max(case when rule = 'agent_silent' then 0 when verdict = 'crit' then 3 else 1 end) as worst,
+           bool_or(coalesce(flapping, false)) as flapping,
            max(try_cast(json_extract_string(detail, '$.last_heard') as timestamp)) filter (rule = 'agent_silent') as heard_at,
            list({'id': id, 'rule': rule, 'state': state, 'verdict': verdict, 'code': code, 'reason': reason,
                  'since': began_at, 'incident': incident} order by verdict, id) as findings
@@ -243,7 +246,7 @@ own as (
 joined as (
     select n.*, c.* exclude (node, worst), h.offset_s,
            coalesce(c.worst, 0) as cards_worst, coalesce(o.worst, 0) as own_worst,
-           coalesce(o.findings, []) as findings,
+           coalesce(o.findings, []) as findings, coalesce(o.flapping, false) as flapping,
            greatest(h.received_at, o.heard_at, case when n.hello_at <= as_of then n.hello_at end) as received_at,
            w.node is not null as in_maintenance, q.node is not null as silenced
     from node_list(as_of) n
@@ -267,5 +270,6 @@ select node,
        coalesce(gpus_no_data, 0) as gpus_no_data, coalesce(gpus_extra, 0) as gpus_extra,
        received_at, age_s, silent, hello_at, agent_version, boot_id, machine_id, claimed, conflict, offset_s,
        findings,
-       list_concat(if(silent, ['stale'], []::varchar[]), people_flags(in_maintenance, silenced)) as flags
+       list_concat(if(silent, ['stale'], []::varchar[]), if(flapping, ['flapping'], []::varchar[]),
+                   people_flags(in_maintenance, silenced)) as flags
 from aged;

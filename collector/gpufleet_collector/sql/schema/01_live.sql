@@ -82,6 +82,9 @@ create table if not exists live.finding (
     last_evidence_at timestamp not null, updated_at timestamp not null,
     incident bigint,
 );
+-- When it and the episodes right before it fired, newest first, and whether that is so often that it is one long trouble.
+alter table live.finding add column if not exists flaps json;
+alter table live.finding add column if not exists flapping boolean;
 
 -- What a person sees: one cause and its findings.
 create table if not exists live.incident (

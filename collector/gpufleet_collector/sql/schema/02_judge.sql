@@ -13,3 +13,8 @@ create table if not exists live.rule (
 );
 
 create sequence if not exists live.finding_id;
+
+-- The collector's own certificate, as its file last said; no row without TLS.
+create table if not exists live.certificate (
+    valid_from timestamp not null, valid_to timestamp not null, read_at timestamp not null,
+);
