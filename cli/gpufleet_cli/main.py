@@ -11,7 +11,21 @@ from gpufleet import __version__
 from gpufleet_cli import errors
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import options
-from gpufleet_cli.verbs import demo, explain, gpu, incidents, inventory, job, node, sql, status, version
+from gpufleet_cli.verbs import (
+    coverage,
+    demo,
+    explain,
+    gpu,
+    incidents,
+    inventory,
+    job,
+    limits,
+    node,
+    replay,
+    sql,
+    status,
+    version,
+)
 
 EXIT_CODES = """
 \b
@@ -91,6 +105,9 @@ fleet.add_command(incidents.incidents)
 fleet.add_command(inventory.inventory)
 fleet.add_command(sql.sql)
 fleet.add_command(explain.explain)
+fleet.add_command(coverage.coverage)
+fleet.add_command(limits.limits)
+fleet.add_command(replay.replay)
 fleet.add_command(demo.demo)
 fleet.add_command(version.version)
 
