@@ -67,10 +67,13 @@ def coverage(
     wanted = list(dict.fromkeys(asked)) or sorted(nodes)
     items = {name: _item(nodes[name]) for name in wanted}
     made = [_rule(rule, policies[name]) for name, rule in sorted(rules.items()) if name in policies]
+    errors = dict(read.execute("SELECT rule, error FROM rule WHERE error <> ''").fetchall())
     ends = time.monotonic() + seconds
     for summary in made:
         if summary["status"] == "ok":
             _ask(read, now, summary, items, bool(asked), ends)
+        if summary["status"] == NO_PROBE:
+            summary["problem"] = errors.get(str(summary["rule"])) or "no agent has sent the columns it reads"
     _probes(read, now, rules, items, tables)
     if asked:
         for row in rows(read, _CAPABILITIES, {"now": now, "nodes": wanted}):
@@ -144,7 +147,7 @@ def _ask(
         summary["status"], summary["problem"] = "too slow", f"stopped after {left:.1f} s"
         return
     except (duckdb.CatalogException, duckdb.BinderException):
-        summary["status"], summary["problem"] = NO_PROBE, "no agent has sent the columns it reads"
+        summary["status"] = NO_PROBE
         return
     except duckdb.Error as error:
         summary["status"], summary["problem"] = "failed", one_line(error)
@@ -205,11 +208,14 @@ def _probes(
 def _fleet(items: Sequence[Row], made: Sequence[Row]) -> Row:
     """The summary: nodes by how much of them is judged, and rules by whether they run."""
     silent = sum(bool(item["silent"]) for item in items)
-    partly = sum(not item["silent"] and bool(item["unknown"]) for item in items)
+    heard = [item for item in items if not item["silent"]]
+    partly = sum(bool(item["judged"]) and bool(item["unknown"]) for item in heard)
+    unjudged = sum(not item["judged"] for item in heard)
     return {
         "nodes": len(items),
-        "nodes_judged": len(items) - silent - partly,
+        "nodes_judged": len(heard) - partly - unjudged,
         "nodes_partly": partly,
+        "nodes_unjudged": unjudged,
         "nodes_silent": silent,
         "nodes_without_expectation": sum(item["expectation"] is None for item in items),
         "rules": len(made),

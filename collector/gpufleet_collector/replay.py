@@ -344,35 +344,55 @@ class _Asked:
 
 
 def checked(cursor: duckdb.DuckDBPyConnection, rule: Rule) -> Rule:
-    """The same rule, made of one macro whose body is a SELECT that people may run.
+    """The same rule, made of macros alone, each of a SELECT (or an expression) that people may run.
 
     Raises:
         Refused: It is more, or does what people may not do.
     """
-    found = re.match(
-        rf"\s*/\*.*?\*/(?:\s|--[^\n]*\n|/\*.*?\*/)*create\s+(?:or\s+replace\s+)?macro\s+find_{rule.name}\s*"
-        r"\(\s*as_of\s*\)\s*as\s+table\b(.*)",
-        rule.sql,
-        re.DOTALL | re.IGNORECASE,
-    )
-    if not found:
-        raise Refused(
-            f"rule {rule.name}: after its header the file must be one statement: "
-            f"create or replace macro find_{rule.name}(as_of) as table select ..."
-        )
+    header = rule.sql[: rule.sql.index("*/") + 2]
     try:
-        body = sandbox.check(cursor, found[1]).sql
+        statements = [one.query for one in cursor.extract_statements(rule.sql[len(header) :])]
+        found = [_MACRO.fullmatch(text) for text in statements]
+        macros = [one for one in found if one]
+        if len(macros) < len(found) or sum(one[1].lower() == f"find_{rule.name}" for one in macros) != 1:
+            raise Refused(
+                f"after its header the file must make find_{rule.name}(as_of), and macros that it uses, "
+                "and nothing else"
+            )
+        own = frozenset(one[1].lower() for one in macros)
+        taken = own & _built_in(cursor)
+        if taken:
+            raise Refused(f"{min(taken)} is the name of a function of DuckDB: take another")
+        # a value of any size ends the child, which is bounded, not the collector
+        may = own | sandbox.GROWING_FUNCTIONS
+        parts = [_checked_macro(cursor, one, may) for one in macros]
     except Refused as error:
         raise Refused(f"rule {rule.name}: {error}") from error
     except (duckdb.Error, RecursionError) as error:
         text = " ".join(str(error).split())[:300] or "it is nested too deeply"
         raise Refused(f"rule {rule.name}: {text}") from error
-    header = rule.sql[: rule.sql.index("*/") + 2]
-    return Rule(
-        rule.name,
-        rule.header,
-        f"{header}\ncreate or replace macro find_{rule.name}(as_of) as table\n{body}\n;",
-    )
+    return Rule(rule.name, rule.header, "\n".join([header, *parts]))
+
+
+_MACRO = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*create\s+(?:or\s+replace\s+)?macro\s+(\w+)\s*\(([\w\s,]*)\)\s*as\b(\s*table\b)?(.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def _built_in(cursor: duckdb.DuckDBPyConnection) -> frozenset[str]:
+    rows = cursor.execute("SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE internal")
+    return frozenset(name for (name,) in rows.fetchall()) | sandbox.DENIED_FUNCTIONS
+
+
+def _checked_macro(cursor: duckdb.DuckDBPyConnection, macro: re.Match[str], may: frozenset[str]) -> str:
+    """The macro's statement again, of what was checked."""
+    name, parameters, table, body = macro.groups()
+    head = f"create or replace macro {name}({parameters}) as"
+    if table:
+        return f"{head} table\n{sandbox.check(cursor, body, may).sql}\n;"
+    scalar = sandbox.check(cursor, f"SELECT (\n{body.rstrip().rstrip(';')}\n)", may).sql
+    return f"{head} {scalar.removeprefix('SELECT ')};"
 
 
 def _room(directory: Path, rows: int, asked: _Asked) -> None:

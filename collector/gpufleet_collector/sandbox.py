@@ -146,8 +146,8 @@ class Statement:
     wrappable: bool
 
 
-def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> Statement:
-    """The statement that `sql` is, when people may run it.
+def check(cursor: duckdb.DuckDBPyConnection, sql: str, own: frozenset[str] = frozenset()) -> Statement:
+    """The statement that `sql` is, when people may run it; `own` are macros of theirs that it may use.
 
     Raises:
         Refused: They may not.
@@ -164,7 +164,8 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> Statement:
     if not isinstance(tree, dict) or tree.get("error") or len(tree.get("statements", ())) != 1:
         raise Refused(f"{ALLOWED}: {tree.get('error_message', 'it cannot be checked')}")
     root = tree["statements"][0]
-    _Walk(_names(cursor)).visit(root)
+    scalars, tables = _names(cursor)
+    _Walk((scalars | own, tables | own)).visit(root)
     shows = root.get("node", {}).get("from_table", {}).get("type") == "SHOW_REF"
     return Statement(prefix + body, wrappable=not prefix and not shows)
 

@@ -89,13 +89,23 @@ def names(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for key, child in value.items():
             yield key
-            if key not in ("detail", "facts", "values", "last", "baselines", "last_run", "for_code"):
+            if key not in (
+                "detail",
+                "facts",
+                "values",
+                "last",
+                "baselines",
+                "last_run",
+                "for_code",
+                "last_verdicts",
+            ):
                 yield from names(child)
 
 
 VERBS = [
     ("status",), ("node",), ("node", "gpu-001"), ("gpu", "gpu-001/3"), ("incidents",),
     ("job",), ("job", "41778"), ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
+    ("coverage",), ("coverage", "gpu-001"), ("limits",), ("limits", "suggest", "gpu_missing"),
     ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 

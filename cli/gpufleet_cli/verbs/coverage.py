@@ -56,6 +56,7 @@ def _summary(document: Json, limit: int) -> list[str]:
     parts = [
         f"{render.plural(nodes, 'node')}: {render.count(document, 'fleet', 'nodes_judged')} judged by every "
         f"rule that can run there, {render.count(document, 'fleet', 'nodes_partly')} in part, "
+        f"{render.count(document, 'fleet', 'nodes_unjudged')} by none, "
         f"{render.count(document, 'fleet', 'nodes_silent')} silent",
         f"{render.count(document, 'fleet', 'rules_running')} of "
         f"{render.plural(render.count(document, 'fleet', 'rules'), 'rule')} run",
@@ -69,7 +70,7 @@ def _summary(document: Json, limit: int) -> list[str]:
 
 
 def _rules(document: Json, limit: int) -> list[str]:
-    """What the rules cannot judge, unknown first; a rule that does not run has one line."""
+    """What the rules cannot judge, unknown first, and those that do not run."""
     columns = [
         Column("RULE"), Column("VERDICT"), Column("ON", right=True), Column("NODES", right=True),
         Column("WHY", fold=True),
@@ -77,17 +78,30 @@ def _rules(document: Json, limit: int) -> list[str]:
     rows: list[tuple[int, list[str]]] = []
     for rule in render.items(document, "rules"):
         name = str(rule.get("rule"))
-        if rule.get("status") != "ok":
-            rows.append((0, [name, str(rule.get("status")), "-", "-", str(rule.get("problem") or "")]))
         for one in render.items(rule, "reasons"):
             bad = one.get("verdict") == "unknown"
             why = f"{one.get('code')}: {one.get('reason')}"
             rows.append(
-                (1 if bad else 2, [name, str(one.get("verdict")), render.number(one.get("entities")),
+                (0 if bad else 1, [name, str(one.get("verdict")), render.number(one.get("entities")),
                                    render.number(one.get("nodes")), why])
             )  # fmt: skip
     rows.sort(key=lambda row: row[0])
-    return ["", *render.table(columns, [row for _, row in rows], limit)] if rows else []
+    lines = ["", *render.table(columns, [row for _, row in rows], limit)] if rows else []
+    return lines + _stopped(document, limit)
+
+
+def _stopped(document: Json, limit: int) -> list[str]:
+    """Rules that do not run, those of one reason together."""
+    together: dict[str, list[str]] = {}
+    for rule in render.items(document, "rules"):
+        if rule.get("status") != "ok":
+            why = ": ".join(str(part) for part in (rule.get("status"), rule.get("problem")) if part)
+            together.setdefault(why, []).append(str(rule.get("rule")))
+    rows = [
+        [render.plural(len(names), "rule"), f"{why}: {', '.join(names)}"] for why, names in together.items()
+    ]
+    columns = [Column("NOT RUNNING"), Column("WHY", fold=True)]
+    return ["", *render.table(columns, rows, limit)] if rows else []
 
 
 def _why(item: render.Json) -> str:
@@ -123,14 +137,7 @@ def _nodes(document: Json, settings: Settings) -> str:
         lines.extend(_probes(item, limit))
         lines.extend(_capabilities(item, limit))
         blocks.append("\n".join(lines))
-    stopped = [
-        f"{rule.get('rule')}: {rule.get('status')}: {rule.get('problem')}"
-        for rule in render.items(document, "rules")
-        if rule.get("status") not in ("ok", "disabled")
-    ]
-    if stopped:
-        blocks.append("\n".join(["rules that do not run", *(f"  {line}" for line in stopped)]))
-    return "\n\n".join(blocks)
+    return "\n".join(["\n\n".join(blocks), *_stopped(document, limit)])
 
 
 def _gaps(item: render.Json, limit: int) -> list[str]:

@@ -245,8 +245,8 @@ HOSTILE = {
     "no header": ("select 1", "no header"),
     "bad header": (HOT.replace('every = "10s"', 'every = "often"'), "header"),
     "unknown key": (HOT.replace('every = "10s"', 'evry = "10s"'), "evry"),
-    "two statements": (HOT + "; drop table live.gpu", "2 statements"),
-    "a statement before": (HEADER + "delete from live.gpu;" + BODY, "one statement"),
+    "two statements": (HOT + "; drop table live.gpu", "nothing else"),
+    "a statement before": (HEADER + "delete from live.gpu;" + BODY, "nothing else"),
     "copy": (HEADER + "create macro find_hot(as_of) as table copy gpu to '/tmp/x'", "refused|syntax"),
     "file": (HOT.replace("from gpu", "from '/etc/passwd'"), "files cannot be read"),
     "read_csv": (HOT.replace("from gpu", "from read_csv('/etc/passwd')"), "read_csv is refused"),
@@ -255,8 +255,9 @@ HOSTILE = {
         HOT.replace("'temperature'", "current_setting('memory_limit')"),
         "current_setting is refused",
     ),
-    "growing": (HOT.replace("'temperature'", "repeat('x', 10000000000)"), "repeat is refused"),
-    "scalar macro": (HEADER + "create macro find_hot(as_of) as 1", "one statement"),
+    "scalar macro": (HEADER + "create macro find_hot(as_of) as 1", "error|Error|must"),
+    "a built-in's name": (HOT + ";create macro read_csv(x) as 1", "name of a function"),
+    "hidden in a helper": (HOT + ";create macro mine() as table select * from glob('/*')", "glob is refused"),
     "syntax": (HOT.replace("select g.node", "selct g.node"), "syntax"),
     "a name": (HOT.replace("find_hot", "find_HOT"), "no name for a rule|does not make"),
     "NUL": (HOT + "\0", "text of at most"),
@@ -281,6 +282,7 @@ def test_a_hostile_file_is_one_line(place: Place, case: str) -> None:
         (("g.temperature_c > l.hot_c", "g.temprature_c > l.hot_c"), "temprature_c"),
         (("from gpu", "from nothing_such"), "nothing_such"),
         (("'temperature' as reason, ", ""), "reason"),
+        (("'temperature' as", "repeat('x', 10000000000 + g.ts.day()) as"), "emory|length|size|ended"),
         (("'warn'", "'burning'"), "'burning' is none of ok, warn"),
     ],
 )
@@ -296,6 +298,16 @@ def test_every_rule_that_is_released_passes_as_a_file(store: Store, judge: Judge
         for rule in load_rules():
             again = parse_rule(rule.name, replay.checked(cursor, rule).sql)
             assert again.header == rule.header
+
+
+def test_a_file_may_bring_macros_of_its_own(place: Place) -> None:
+    place.say(TROUBLE)
+    helper = "create macro too_hot(c, most) as if(c > most, 'warn', 'ok');"
+    text = HEADER + helper + BODY.replace("if(g.temperature_c > l.hot_c, 'warn', 'ok')",
+                                          "too_hot(g.temperature_c, l.hot_c)")  # fmt: skip
+    totals = place.replay(text=text)["totals"]
+    assert isinstance(totals, dict)
+    assert totals["both"] == 2
 
 
 @pytest.mark.parametrize(
