@@ -96,6 +96,9 @@ def names(value: object) -> Iterator[str]:
                 "last",
                 "baselines",
                 "last_run",
+                "last_verdicts",
+                "observed",
+                "healthy",
                 "for_code",
                 "last_verdicts",
             ):
