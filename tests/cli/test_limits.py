@@ -210,3 +210,16 @@ def test_replay_refuses_what_makes_no_sense_in_one_way(run: Run, words: tuple[st
     result = run("replay", *words)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_explain_gives_numbers_limit_who_set_it_peers_and_evidence(run: Run) -> None:
+    screen = run("explain", "node", "gpu-001").output
+    assert "ann, 2026-03" in screen
+    assert "site" in screen
+    assert "measured on the fleet: 1 from 63 to 63, median 63 C; this node: 1 from 63 to 63" in " ".join(
+        screen.split()
+    )
+    document = json.loads(run("explain", "hot", "-o", "json").output)
+    (item,) = document["items"]
+    assert [one["among"] for one in item["peers"]] == ["fleet"]
+    assert [one["verdict"] for one in item["verdicts"]] == ["unknown"]
