@@ -289,7 +289,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                         last = one
         except (sandbox.Refused, sandbox.TimedOut) as error:
             await context.abort(_STATUS[type(error)], str(error))
-        except duckdb.Error as error:
+        except (duckdb.Error, OSError) as error:
             log.warning("replay failed: %s", error)
             await context.abort(grpc.StatusCode.INTERNAL, f"the store could not answer: {first_line(error)}")
         for part in _parts(await asyncio.to_thread(msgspec.json.encode, last)):
