@@ -43,15 +43,16 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def document(self, call: Callable[..., Iterable[Chunk]], request: object) -> Json:
-        """The whole document of a streamed reply.
+    def document(
+        self, call: Callable[..., Iterable[Chunk]], request: object, least_timeout: float = 0.0
+    ) -> Json:
+        """The whole document of a streamed reply; `least_timeout` is for what takes its time.
 
         Raises:
             FleetError: The collector did not answer, or said no.
         """
-        whole = self.guard(
-            lambda: b"".join(chunk.json for chunk in call(request, timeout=self.settings.timeout))
-        )
+        timeout = max(self.settings.timeout, least_timeout)
+        whole = self.guard(lambda: b"".join(chunk.json for chunk in call(request, timeout=timeout)))
         found = json.loads(whole)
         if not isinstance(found, dict):
             raise FleetError("bad_reply", "the collector's reply is no document", "", errors.INTERNAL)

@@ -12,14 +12,17 @@ from gpufleet_cli import errors
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import options
 from gpufleet_cli.verbs import (
+    coverage,
     demo,
     explain,
     gpu,
     incidents,
     inventory,
     job,
+    limits,
     maintenance,
     node,
+    replay,
     sql,
     status,
     version,
@@ -104,6 +107,9 @@ fleet.add_command(maintenance.maintenance)
 fleet.add_command(inventory.inventory)
 fleet.add_command(sql.sql)
 fleet.add_command(explain.explain)
+fleet.add_command(coverage.coverage)
+fleet.add_command(limits.limits)
+fleet.add_command(replay.replay)
 fleet.add_command(demo.demo)
 fleet.add_command(version.version)
 

@@ -470,7 +470,7 @@ def _finding(row: Row, now: datetime, where: Mapping[tuple[str, str], Row]) -> R
         "unit": row["unit"],
         "reason": row["reason"],
         "detail": decoded(row["detail"]),
-        "evidence": _evidence(row["evidence"]),
+        "evidence": evidence(row["evidence"]),
         "began_at": iso(row["began_at"]),
         "age_s": age_s(now, row["began_at"]),
         "fired_at": iso(row["fired_at"]),
@@ -527,7 +527,7 @@ def decoded(value: object) -> object:
 _SQL_TIME = re.compile(r"^(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d+)?)Z?$")
 
 
-def _evidence(value: object) -> object:
+def evidence(value: object) -> object:
     """`[[at, verdict], ...]` with times as everywhere else."""
     pairs = decoded(value)
     if not isinstance(pairs, list):

@@ -11,11 +11,14 @@ import duckdb
 from gpufleet_collector import documents
 from gpufleet_collector.documents import Ambiguous, Document, NotFound, Row, age_s, iso, rows
 from gpufleet_collector.findings import Policy
-from gpufleet_collector.sandbox import plain
+from gpufleet_collector.sandbox import plain, watch
 
 log = logging.getLogger(__name__)
 
 MAX_VERDICTS = 200
+RULE_SECONDS = 5.0
+"""For one rule; a whole node asks every rule."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -179,7 +182,7 @@ def _rule(
     where: Mapping[tuple[str, str], Row],
 ) -> Row:
     name = str(row["rule"])
-    verdicts, problem = _verdicts(read, now, name, scope, where)
+    verdicts, peers, problem = _verdicts(read, now, name, scope, where)
     counts = {key: row.get(key) for key in ("ok", "warn", "crit", "unknown", "na")}
     return {
         "rule": name,
@@ -197,6 +200,7 @@ def _rule(
         "runbook": f"docs/runbooks/{row['runbook']}.md",
         **header,
         "limits": _limits(read, name, scope),
+        "peers": peers,
         "verdicts": verdicts,
         "findings": _findings(read, now, name, scope),
     }
@@ -208,10 +212,10 @@ def _verdicts(
     name: str,
     scope: Scope,
     where: Mapping[tuple[str, str], Row],
-) -> tuple[list[Row], str]:
-    """What the rule says now, worst first; without a node only what is not ok."""
+) -> tuple[list[Row], list[Row], str]:
+    """What the rule says now, worst first (without a node only what is not ok), and what it measured."""
     if not _NAME.fullmatch(name):
-        return [], "its name is no rule name"
+        return [], [], "its name is no rule name"
     conditions = ["true"]
     parameters: dict[str, object] = {"now": now}
     if scope.node is not None:
@@ -226,33 +230,56 @@ def _verdicts(
     if scope.node is None and scope.entities is None:
         conditions.append("verdict NOT IN ('ok', 'n/a')")
     try:
-        found = rows(
-            read,
-            f"SELECT * FROM find_{name}($now) WHERE {' AND '.join(conditions)} "
-            "ORDER BY list_position(['crit', 'warn', 'unknown', 'ok', 'n/a'], verdict), node, entity "
-            f"LIMIT {MAX_VERDICTS}",
-            parameters,
-        )
+        with watch(read, RULE_SECONDS, None):
+            at = now.isoformat(" ")
+            read.execute(f"CREATE OR REPLACE TEMP TABLE said AS SELECT * FROM find_{name}(TIMESTAMP '{at}')")
+            parameters.pop("now")
+            found = rows(
+                read,
+                f"SELECT * FROM said WHERE {' AND '.join(conditions)} "
+                "ORDER BY list_position(['crit', 'warn', 'unknown', 'ok', 'n/a'], verdict), node, entity "
+                f"LIMIT {MAX_VERDICTS}",
+                parameters,
+            )
+            peers = rows(read, _PEERS, {"node": scope.node or ""})
+    except duckdb.InterruptException:
+        return [], [], f"it took more than {RULE_SECONDS:g} s just now"
     except (duckdb.CatalogException, duckdb.BinderException) as error:
         log.debug("explain: rule %s: %s", name, error)
-        return [], "it cannot run: no agent has sent the columns it reads"
-    return [
-        {
-            "node": row["node"],
-            "entity": row["entity"],
-            "place": documents.place_of(row, where),
-            "verdict": row["verdict"],
-            "code": row["code"],
-            "observed": plain(row["observed"]),
-            "expected": plain(row["expected"]),
-            "unit": row["unit"],
-            "evidence_at": iso(row["evidence_at"]),
-            "evidence_age_s": age_s(now, row["evidence_at"]),
-            "reason": row["reason"],
-            "detail": documents.decoded(row["detail"]),
-        }
-        for row in found
-    ], ""
+        return [], [], "it cannot run: no agent has sent the columns it reads"
+    return (
+        [
+            {
+                "node": row["node"],
+                "entity": row["entity"],
+                "place": documents.place_of(row, where),
+                "verdict": row["verdict"],
+                "code": row["code"],
+                "observed": plain(row["observed"]),
+                "expected": plain(row["expected"]),
+                "unit": row["unit"],
+                "evidence_at": iso(row["evidence_at"]),
+                "evidence_age_s": age_s(now, row["evidence_at"]),
+                "reason": row["reason"],
+                "detail": documents.decoded(row["detail"]),
+            }
+            for row in found
+        ],
+        [{key: plain(value) for key, value in row.items()} for row in peers],
+        "",
+    )
+
+
+_PEERS = """
+    SELECT 'fleet' AS among, count(*) AS entities, unit, min(observed) AS low, median(observed) AS middle,
+           max(observed) AS high
+    FROM said WHERE verdict IN ('ok', 'warn', 'crit') AND isfinite(observed) GROUP BY unit
+    UNION ALL
+    SELECT 'node', count(*), unit, min(observed), median(observed), max(observed)
+    FROM said WHERE verdict IN ('ok', 'warn', 'crit') AND isfinite(observed) AND node = $node GROUP BY unit
+    ORDER BY among, unit
+"""
+"""What a rule measured on everything it judges, and on one node: what peers show."""
 
 
 def _limits(read: duckdb.DuckDBPyConnection, name: str, scope: Scope) -> list[Row]:

@@ -79,8 +79,16 @@ class Judge:
         settings: JudgeSettings,
         now: Callable[[], datetime] | None = None,
         rules: Sequence[Rule] | None = None,
+        learns: bool = True,
     ) -> None:
         """Check the settings, make rules and views, and take up what the last judge left.
+
+        Args:
+            store: What is judged, and where findings go.
+            settings: Limits, and what a site runs differently.
+            now: The clock of `run_forever`.
+            rules: None = all that come with the collector.
+            learns: Whether expectations and baselines are learned too; a replay takes them as they are.
 
         Raises:
             ConfigError: The settings name a rule or limit that does not exist, or a value is not readable.
@@ -88,11 +96,12 @@ class Judge:
         self._store = store
         self._settings = settings
         self._now = now or _utc_now
+        self._learns = learns
         self._rules = tuple(load_rules() if rules is None else rules)
         check_settings(settings, self._rules)
         self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
         self.every_s = seconds(settings.judge.every)
-        self._phases = _phases(self.policies, self.every_s)
+        self._phases = phases(self.policies, self.every_s)
         self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
         self._timeout_s = seconds(settings.judge.rule_timeout)
         self._version = -1
@@ -114,6 +123,10 @@ class Judge:
     def warming_up(self) -> bool:
         """True until the agents that were known before the start are back, at most `judge.warm_up`."""
         return self._warm_until is not None
+
+    def unmade(self, rule: str) -> str:
+        """Why this rule's macro could not be made; empty = it could."""
+        return self._made.get(rule, "")
 
     def prepare(self) -> None:
         """Make macros and views again if a table changed since."""
@@ -152,7 +165,8 @@ class Judge:
         started = time.perf_counter()
         report = PassReport(as_of)
         self.prepare()
-        inventory.learn(self._store, as_of)
+        if self._learns:
+            inventory.learn(self._store, as_of)
         self.compile(as_of)
         with self._store.reader(LIVE) as read:
             self._follow_renames(read)
@@ -167,7 +181,8 @@ class Judge:
         except BaseException:
             self._load()  # what is in memory may be ahead of what was stored
             raise
-        if self._last_pass is None or _slot(as_of, 60) != _slot(self._last_pass, 60):
+        minute = self._last_pass is None or _slot(as_of, 60) != _slot(self._last_pass, 60)
+        if self._learns and minute:
             baselines.learn(self._store, as_of)
         self._last_pass = as_of
         report.seconds = time.perf_counter() - started
@@ -473,14 +488,14 @@ def _slot(at: datetime, every_s: float) -> int:
     return math.floor((at - datetime(1970, 1, 1)).total_seconds() / every_s)
 
 
-def _phases(policies: Mapping[str, Policy], pass_s: float) -> dict[str, timedelta]:
+def phases(policies: Mapping[str, Policy], pass_s: float) -> dict[str, timedelta]:
     """When in its interval each rule runs: those of one interval take turns; no pass runs them all."""
     turns: Counter[float] = Counter()
-    phases: dict[str, timedelta] = {}
+    found: dict[str, timedelta] = {}
     for rule, policy in sorted(policies.items()):
-        phases[rule] = timedelta(seconds=turns[policy.every_s] * pass_s % policy.every_s)
+        found[rule] = timedelta(seconds=turns[policy.every_s] * pass_s % policy.every_s)
         turns[policy.every_s] += 1
-    return phases
+    return found
 
 
 def _utc_now() -> datetime:

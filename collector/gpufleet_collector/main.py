@@ -199,7 +199,7 @@ class Collector:
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         self.ingest = ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
-        fleet = FleetServicer(self.store, self.judge.policies, self._health)
+        fleet = FleetServicer(self.store, self.judge.policies, self._health, settings=self.config)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         readiness = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(readiness, server)

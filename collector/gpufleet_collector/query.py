@@ -4,13 +4,14 @@ The event loop never runs SQL: a document is built and encoded in a thread.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 import duckdb
@@ -19,12 +20,25 @@ import msgspec
 
 from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
-from gpufleet_collector import documents, explain, inventory, people, report, sandbox
+from gpufleet_collector import (
+    coverage,
+    documents,
+    explain,
+    inventory,
+    people,
+    replay,
+    report,
+    sandbox,
+    suggest,
+)
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.ingest import certificate_names
 from gpufleet_collector.inventory import Difference, InventoryError, NoSuchNode, NotAllowed, Pinned
+from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.people import Matcher, Who
+from gpufleet_collector.replay import Replays
+from gpufleet_collector.rules import Rule, load_rules
 from gpufleet_collector.state import from_us
 from gpufleet_collector.store import LIVE, Store
 
@@ -42,6 +56,8 @@ Context = grpc.aio.ServicerContext[object, object]
 Made = TypeVar("Made")
 Build = Callable[[duckdb.DuckDBPyConnection, datetime], Document]
 
+
+_AS_HEADERS = JudgeSettings()
 
 _STATUS: Mapping[type[Exception], grpc.StatusCode] = {
     NotFound: grpc.StatusCode.NOT_FOUND,
@@ -89,6 +105,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         policies: How each rule's verdicts become findings (`Judge.policies`).
         health: How the collector is, right now.
         now: The collector's clock, naive UTC.
+        settings: What the site says of rules and limits, for replays.
+        rules: The judge's rules; None = all that come with the collector.
     """
 
     def __init__(
@@ -97,11 +115,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         policies: Mapping[str, Policy],
         health: Callable[[], Health],
         now: Callable[[], datetime] = _now,
+        settings: JudgeSettings = _AS_HEADERS,
+        rules: Sequence[Rule] | None = None,
     ) -> None:
         self._store = store
         self._headers = {name: explain.header(policy) for name, policy in policies.items()}
         self._health = health
         self._now = now
+        self._policies = policies
+        self._rules = {rule.name: rule for rule in (load_rules() if rules is None else rules)}
+        self._replays = Replays(store, settings, tuple(self._rules.values()), policies)
         self._sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
         self._snapshot: _Snapshot | None = None
         self._changes = 0
@@ -365,6 +388,77 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         ):
             yield fleet_pb2.ExplainResponse(json=part)
 
+    async def Replay(
+        self, request: fleet_pb2.ReplayRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ReplayResponse]:
+        """Any rule over stored history. A caller that goes away ends it."""
+        asked = replay.Request(
+            rule=request.rule,
+            text=request.text,
+            since=_moment(request.since_us),
+            until=_moment(request.until_us) if request.until_us else self._now(),
+            step_s=request.step_s,
+            as_known=request.as_known,
+            limits=dict(request.limits),
+            timeout_s=request.timeout_s,
+        )
+        last: Document = {}
+        try:
+            async with contextlib.aclosing(self._replays.run(asked, self._now())) as said:
+                async for one in said:
+                    if isinstance(one, float):
+                        yield fleet_pb2.ReplayResponse(progress=one)
+                    elif one["kind"] == "ReplayEstimate":
+                        yield fleet_pb2.ReplayResponse(estimate=msgspec.json.encode(one))
+                    else:
+                        last = one
+        except (sandbox.Refused, sandbox.TimedOut) as error:
+            await context.abort(_STATUS[type(error)], str(error))
+        except (duckdb.Error, OSError) as error:
+            log.warning("replay failed: %s", error)
+            await context.abort(grpc.StatusCode.INTERNAL, f"the store could not answer: {first_line(error)}")
+        for part in _parts(await asyncio.to_thread(msgspec.json.encode, last)):
+            yield fleet_pb2.ReplayResponse(json=part)
+
+    async def GetCoverage(
+        self, request: fleet_pb2.GetCoverageRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetCoverageResponse]:
+        """What cannot be judged now, and why."""
+        tables = dict(self._store.tables)
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            return coverage.coverage(read, now, self._rules, self._policies, list(request.nodes), tables)
+
+        async with self._sql_slots:
+            whole = await self._try(context, lambda: self._build(build))
+        for part in _parts(whole):
+            yield fleet_pb2.GetCoverageResponse(json=part)
+
+    async def ListLimits(
+        self, request: fleet_pb2.ListLimitsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListLimitsResponse]:
+        """The limits that hold."""
+        async for part in self._document(
+            context, lambda read, now: suggest.limits(read, now, self._rules, request.rule, request.node)
+        ):
+            yield fleet_pb2.ListLimitsResponse(json=part)
+
+    async def SuggestLimits(
+        self, request: fleet_pb2.SuggestLimitsRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.SuggestLimitsResponse]:
+        """Limits that the fleet's own data suggest."""
+        tables = tuple(self._store.tables)
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            return suggest.suggest(
+                read, now, self._rules, self._policies, request.rule, request.since_s, tables
+            )
+
+        async with self._sql_slots:
+            whole = await self._try(context, lambda: self._build(build))
+        for part in _parts(whole):
+            yield fleet_pb2.SuggestLimitsResponse(json=part)
+
     async def RunSql(
         self, request: fleet_pb2.RunSqlRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.RunSqlResponse]:
@@ -450,6 +544,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             log.warning("query failed: %s", error)
             await context.abort(grpc.StatusCode.INTERNAL, f"the store could not answer: {first_line(error)}")
         raise AssertionError("abort does not return")
+
+
+def _moment(us: int) -> datetime:
+    """A time of the wire; nonsense becomes the first or last day that there is."""
+    try:
+        return datetime(1970, 1, 1) + timedelta(microseconds=us)
+    except OverflowError:
+        return datetime(1970, 1, 1) if us < 0 else datetime(9999, 1, 1)
 
 
 def _parts(whole: bytes) -> Iterator[bytes]:

@@ -215,6 +215,49 @@ def parse_rule(name: str, text: str) -> Rule:
     return Rule(name, header, text)
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a rule may read, by its text and the shared macros it uses; too much rather than too little.
+
+    Attributes:
+        words: Every word; the tables are among them.
+        lookback_s: The longest time that is written there, or that a default limit gives.
+    """
+
+    words: frozenset[str]
+    lookback_s: float
+
+
+def reads(rule: Rule) -> Reads:
+    """What `rule` may read."""
+    macros: dict[str, str] = {}
+    for item in _files(None):
+        if item.name[0].isdigit():
+            parts = re.split(r"create or replace macro\s+(\w+)", _code(item.read_text()))
+            macros |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    words: set[str] = set()
+    todo, longest = [_code(rule.sql)], 0.0
+    while todo:
+        text = todo.pop()
+        for count, unit in re.findall(r"\b(\d{1,6})\s+(second|minute|hour|day)s?\b", text, re.IGNORECASE):
+            longest = max(longest, float(count) * _UNITS[unit.lower()])
+        fresh = set(re.findall(r"\w+", re.sub(r"'[^']*'", "", text))) - words
+        words |= fresh
+        todo += [macros[word] for word in fresh & macros.keys()]
+    for name, limit in rule.header.limits.items():
+        for suffix, size in (("_s", 1), ("_minutes", 60), ("_hours", 3600), ("_days", 86400)):
+            if name.endswith(suffix):
+                longest = max(longest, limit.value * size)
+    return Reads(frozenset(words | {word.removesuffix("_samples") for word in words}), longest)
+
+
+_UNITS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
+
+
+def _code(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|--[^\n]*", "", text, flags=re.DOTALL)
+
+
 def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> dict[str, str]:
     """Make every macro again; returns rule -> "" or why it could not be made.
 
@@ -246,8 +289,7 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
 
 def _waits_for(rule: Rule, store: Store) -> str:
     """Which probes a rule lacks, in plain words; "" = none, so the rule itself is wrong."""
-    code = re.sub(r"/\*.*?\*/|--[^\n]*", "", rule.sql, flags=re.DOTALL)
-    read = set(re.findall(r"\b(?:from|join)\s+(\w+)\b(?!\s*\()", code))
+    read = set(re.findall(r"\b(?:from|join)\s+(\w+)\b(?!\s*\()", _code(rule.sql)))
     absent = sorted((read & DESCRIBED) - store.tables.keys())
     return f"{WAITS} probe {', '.join(absent)}: no agent has described it yet" if absent else ""
 

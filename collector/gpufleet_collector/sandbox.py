@@ -118,7 +118,7 @@ def run(
     """
     seconds = min(timeout_s, MAX_SECONDS) if timeout_s > 0 else MAX_SECONDS
     rows = min(limit, MAX_ROWS) if limit > 0 else MAX_ROWS
-    with store.reader() as cursor, _watch(cursor, seconds, cancelled):
+    with store.reader() as cursor, watch(cursor, seconds, cancelled):
         try:
             statement = check(cursor, sql)
             cursor.execute("BEGIN TRANSACTION READ ONLY")
@@ -146,8 +146,8 @@ class Statement:
     wrappable: bool
 
 
-def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> Statement:
-    """The statement that `sql` is, when people may run it.
+def check(cursor: duckdb.DuckDBPyConnection, sql: str, own: frozenset[str] = frozenset()) -> Statement:
+    """The statement that `sql` is, when people may run it; `own` are macros of theirs that it may use.
 
     Raises:
         Refused: They may not.
@@ -164,7 +164,8 @@ def check(cursor: duckdb.DuckDBPyConnection, sql: str) -> Statement:
     if not isinstance(tree, dict) or tree.get("error") or len(tree.get("statements", ())) != 1:
         raise Refused(f"{ALLOWED}: {tree.get('error_message', 'it cannot be checked')}")
     root = tree["statements"][0]
-    _Walk(_names(cursor)).visit(root)
+    scalars, tables = _names(cursor)
+    _Walk((scalars | own, tables | own)).visit(root)
     shows = root.get("node", {}).get("from_table", {}).get("type") == "SHOW_REF"
     return Statement(prefix + body, wrappable=not prefix and not shows)
 
@@ -276,13 +277,13 @@ class _Walk:
 
 
 @contextmanager
-def _watch(
+def watch(
     cursor: duckdb.DuckDBPyConnection, seconds: float, cancelled: threading.Event | None
 ) -> Iterator[None]:
-    """Interrupts `cursor` from the deadline on, again and again: one between two statements is lost."""
+    """Interrupt `cursor` from the deadline on, again and again: one between two statements is lost."""
     done = threading.Event()
 
-    def watch() -> None:
+    def interrupt() -> None:
         left = seconds
         while left > 0 and not done.wait(min(left, 0.1)):
             left -= 0.1
@@ -291,7 +292,7 @@ def _watch(
         while not done.wait(0.02):
             cursor.interrupt()
 
-    thread = threading.Thread(target=watch, name="sql-deadline", daemon=True)
+    thread = threading.Thread(target=interrupt, name="sql-deadline", daemon=True)
     thread.start()
     try:
         yield

@@ -7,6 +7,7 @@ together and only one place ever alters a table. Reads take a fresh cursor with 
 import logging
 import os
 import re
+import resource
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,9 @@ _SEALED = (
     "python_enable_replacements = false",
     "lock_configuration = true",
 )
-"""Set last, for good: SQL of people runs in this process. The store's own file, its log and its spill
-folder stay open; search_path stays settable; NumPy columns come in by `register`, not as variables."""
+"""Set last, for good: SQL of people runs in this process. The store's own file, its log, its spill
+folder and `Store.exchange` stay open; search_path stays settable; NumPy columns come in by `register`, not
+as variables."""
 
 
 MAX_TABLE_COLUMNS = 1024
@@ -88,7 +90,13 @@ class Column:
 class Store:
     """The store of one collector. Use `Store.open`."""
 
-    def __init__(self, path: Path | None, connection: duckdb.DuckDBPyConnection, replaced: str = "") -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        connection: duckdb.DuckDBPyConnection,
+        replaced: str = "",
+        exchange: Path | None = None,
+    ) -> None:
         self.path = path or Path(":memory:")
         self.schema_version = 0
         """Counts changes of tables: rules and views bind columns and are made again when it moved."""
@@ -98,6 +106,8 @@ class Store:
         """Why the file found at opening was put aside, and where it is now; empty = it was not."""
         self._file = path
         self._told = ""
+        self.exchange = path.resolve().parent / "exchange" if path is not None else exchange
+        """The only folder that the engine may copy rows to and read them from; None = none."""
         self._spoiled = ""
         self._connection = connection
         self._lock = threading.RLock()
@@ -107,8 +117,8 @@ class Store:
         """Tables and views of our own, which no probe may be named like."""
 
     @classmethod
-    def open(cls, path: Path | None) -> "Store":
-        """Open or create the store at `path`; None = in memory, for tests and replay.
+    def open(cls, path: Path | None, exchange: Path | None = None) -> "Store":
+        """Open or create the store at `path`; None = in memory, for tests and replay (rows from `exchange`).
 
         A damaged file is put aside with its log (both kept) and a new one is begun: `replaced` says so.
 
@@ -117,7 +127,7 @@ class Store:
             StoreUnusable: It cannot be opened for a reason that a new file would not cure.
         """
         connection, replaced = _connect_or_replace(path)
-        store = cls(path, connection, replaced)
+        store = cls(path, connection, replaced, exchange)
         store._prepare_or_replace()
         return store
 
@@ -175,6 +185,9 @@ class Store:
             own = {name for (name,) in found} - self.tables.keys()
             self.reserved = frozenset(own | _names("views"))
         self.checkpoint()
+        if self.exchange is not None:
+            folder = str(self.exchange).replace("'", "''")
+            self._connection.execute(f"SET GLOBAL allowed_directories = ['{folder}']")
         for setting in _SEALED:
             self._connection.execute(f"SET GLOBAL {setting}")
 
@@ -375,6 +388,9 @@ def _memory_mib() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no group, or "max"
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    bound, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if bound != resource.RLIM_INFINITY:
+        memory = min(memory, bound)
     return max(256, min(_MOST_MEMORY_MIB, (memory >> 20) // 2))
 
 

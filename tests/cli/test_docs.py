@@ -89,7 +89,19 @@ def names(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for key, child in value.items():
             yield key
-            if key not in ("detail", "facts", "values", "last", "baselines", "last_run", "for_code"):
+            if key not in (
+                "detail",
+                "facts",
+                "values",
+                "last",
+                "baselines",
+                "last_run",
+                "last_verdicts",
+                "observed",
+                "healthy",
+                "for_code",
+                "last_verdicts",
+            ):
                 yield from names(child)
 
 
@@ -98,6 +110,7 @@ VERBS = [
     ("job",), ("job", "41778"), ("incidents", "show", "1"), ("inventory",), ("inventory", "diff"),
     ("incidents", "ack", "1"), ("incidents", "report"), ("maintenance",),
     ("incidents", "silence", "rule=gpu_missing", "--for", "1h", "--reason", "x"),
+    ("coverage",), ("coverage", "gpu-001"), ("limits",), ("limits", "suggest", "gpu_missing"),
     ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 

@@ -127,8 +127,35 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
             Column("REASON", fold=True),
         ]  # fmt: skip
         lines += ["", *render.table(head, verdicts, limit, "  ")]
+    lines.extend(_peers(item, limit))
+    lines.extend(_details(item, limit))
     lines.extend(_findings(item, settings, limit))
     return lines
+
+
+def _peers(item: render.Json, limit: int) -> list[str]:
+    """What the rule measured on everything else: beside it a number says something."""
+    parts = [
+        f"{'this node' if peers.get('among') == 'node' else 'the fleet'}: {peers.get('entities')} from "
+        f"{_number(peers.get('low'))} to {_number(peers.get('high'))}, median {_number(peers.get('middle'))} "
+        f"{peers.get('unit') or ''}".rstrip()
+        for peers in render.items(item, "peers")
+    ]
+    return ["", *render.wrap_line(f"  measured on {'; '.join(parts)}", limit, "    ")] if parts else []
+
+
+def _details(item: render.Json, limit: int) -> list[str]:
+    """What the rule itself adds to what is bad: its window, its samples, whom it compared with."""
+    lines: list[str] = []
+    for entry in render.items(item, "verdicts"):
+        detail = entry.get("detail")
+        if entry.get("verdict") not in ("warn", "crit") or not isinstance(detail, dict):
+            continue
+        facts = [f"{key} {render.brief(value)}" for key, value in detail.items() if value is not None]
+        if facts:
+            where = str(entry.get("place") or entry.get("entity"))
+            lines += render.wrap_line(f"  {where}: {', '.join(facts)}", limit, "    ")
+    return ["", *lines] if lines else []
 
 
 def _findings(item: render.Json, settings: Settings, limit: int) -> list[str]:

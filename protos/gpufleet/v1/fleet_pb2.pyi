@@ -743,6 +743,192 @@ class ExplainResponse(google.protobuf.message.Message):
 Global___ExplainResponse: typing_extensions.TypeAlias = ExplainResponse
 
 @typing.final
+class ReplayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LimitsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    RULE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    SINCE_US_FIELD_NUMBER: builtins.int
+    UNTIL_US_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    AS_KNOWN_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
+    TIMEOUT_S_FIELD_NUMBER: builtins.int
+    rule: builtins.str
+    """A rule of the collector, or the name under which `text` is judged."""
+    text: builtins.str
+    """A whole rule file; empty = the collector's own rule of that name."""
+    since_us: builtins.int
+    """Microseconds since the epoch, UTC; until 0 = now."""
+    until_us: builtins.int
+    step_s: builtins.float
+    """Seconds between passes; 0 = the rule's own, or as many more as the time allows."""
+    as_known: builtins.bool
+    """Judge only what had been received by the time of each pass."""
+    timeout_s: builtins.float
+    """Seconds at most; 0 = the collector's cap."""
+    @property
+    def limits(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Limits by name that stand in for every layer's."""
+
+    def __init__(
+        self,
+        *,
+        rule: builtins.str = ...,
+        text: builtins.str = ...,
+        since_us: builtins.int = ...,
+        until_us: builtins.int = ...,
+        step_s: builtins.float = ...,
+        as_known: builtins.bool = ...,
+        limits: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        timeout_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_known", b"as_known", "limits", b"limits", "rule", b"rule", "since_us", b"since_us", "step_s", b"step_s", "text", b"text", "timeout_s", b"timeout_s", "until_us", b"until_us"]) -> None: ...
+
+Global___ReplayRequest: typing_extensions.TypeAlias = ReplayRequest
+
+@typing.final
+class ReplayResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ESTIMATE_FIELD_NUMBER: builtins.int
+    JSON_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    estimate: builtins.bytes
+    """A document of kind ReplayEstimate; once, before the replay begins."""
+    json: builtins.bytes
+    progress: builtins.float
+    """Passes done so far, as a share."""
+    def __init__(
+        self,
+        *,
+        estimate: builtins.bytes = ...,
+        json: builtins.bytes = ...,
+        progress: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimate", b"estimate", "json", b"json", "progress", b"progress"]) -> None: ...
+
+Global___ReplayResponse: typing_extensions.TypeAlias = ReplayResponse
+
+@typing.final
+class GetCoverageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Empty = every node, with less of each."""
+
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
+
+Global___GetCoverageRequest: typing_extensions.TypeAlias = GetCoverageRequest
+
+@typing.final
+class GetCoverageResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___GetCoverageResponse: typing_extensions.TypeAlias = GetCoverageResponse
+
+@typing.final
+class ListLimitsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    rule: builtins.str
+    """Empty = every rule."""
+    node: builtins.str
+    """Empty = every node."""
+    def __init__(
+        self,
+        *,
+        rule: builtins.str = ...,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "rule", b"rule"]) -> None: ...
+
+Global___ListLimitsRequest: typing_extensions.TypeAlias = ListLimitsRequest
+
+@typing.final
+class ListLimitsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ListLimitsResponse: typing_extensions.TypeAlias = ListLimitsResponse
+
+@typing.final
+class SuggestLimitsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    SINCE_S_FIELD_NUMBER: builtins.int
+    rule: builtins.str
+    since_s: builtins.float
+    """How far back, seconds; 0 = seven days."""
+    def __init__(
+        self,
+        *,
+        rule: builtins.str = ...,
+        since_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rule", b"rule", "since_s", b"since_s"]) -> None: ...
+
+Global___SuggestLimitsRequest: typing_extensions.TypeAlias = SuggestLimitsRequest
+
+@typing.final
+class SuggestLimitsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___SuggestLimitsResponse: typing_extensions.TypeAlias = SuggestLimitsResponse
+
+@typing.final
 class RunSqlRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

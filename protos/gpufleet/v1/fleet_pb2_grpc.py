@@ -134,6 +134,26 @@ class FleetServiceStub(object):
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Replay = channel.unary_stream(
+                '/gpufleet.v1.FleetService/Replay',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ReplayRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ReplayResponse.FromString,
+                _registered_method=True)
+        self.GetCoverage = channel.unary_stream(
+                '/gpufleet.v1.FleetService/GetCoverage',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetCoverageRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetCoverageResponse.FromString,
+                _registered_method=True)
+        self.ListLimits = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ListLimits',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListLimitsRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListLimitsResponse.FromString,
+                _registered_method=True)
+        self.SuggestLimits = channel.unary_stream(
+                '/gpufleet.v1.FleetService/SuggestLimits',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.FromString,
+                _registered_method=True)
         self.RunSql = channel.unary_stream(
                 '/gpufleet.v1.FleetService/RunSql',
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.RunSqlRequest.SerializeToString,
@@ -280,6 +300,34 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replay(self, request, context):
+        """Any rule over stored history: what it would have raised, beside what was raised.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCoverage(self, request, context):
+        """What cannot be judged now, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLimits(self, request, context):
+        """The limits that hold, with layer and source.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuggestLimits(self, request, context):
+        """Limits of one rule that the fleet's own data suggest; changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RunSql(self, request, context):
         """One read-only SELECT inside the collector.
         """
@@ -389,6 +437,26 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ExplainRequest.FromString,
                     response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Replay': grpc.unary_stream_rpc_method_handler(
+                    servicer.Replay,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ReplayRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ReplayResponse.SerializeToString,
+            ),
+            'GetCoverage': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCoverage,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetCoverageRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetCoverageResponse.SerializeToString,
+            ),
+            'ListLimits': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListLimits,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListLimitsRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListLimitsResponse.SerializeToString,
+            ),
+            'SuggestLimits': grpc.unary_stream_rpc_method_handler(
+                    servicer.SuggestLimits,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.SerializeToString,
             ),
             'RunSql': grpc.unary_stream_rpc_method_handler(
                     servicer.RunSql,
@@ -936,6 +1004,114 @@ class FleetService(object):
             '/gpufleet.v1.FleetService/Explain',
             gpufleet_dot_v1_dot_fleet__pb2.ExplainRequest.SerializeToString,
             gpufleet_dot_v1_dot_fleet__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/Replay',
+            gpufleet_dot_v1_dot_fleet__pb2.ReplayRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ReplayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCoverage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/GetCoverage',
+            gpufleet_dot_v1_dot_fleet__pb2.GetCoverageRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.GetCoverageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ListLimits',
+            gpufleet_dot_v1_dot_fleet__pb2.ListLimitsRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ListLimitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuggestLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/SuggestLimits',
+            gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

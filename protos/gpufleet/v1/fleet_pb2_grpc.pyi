@@ -347,6 +347,70 @@ _FleetServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
+_FleetServiceReplayType = typing_extensions.TypeVar(
+    '_FleetServiceReplayType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReplayRequest,
+        gpufleet.v1.fleet_pb2.ReplayResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReplayRequest,
+        gpufleet.v1.fleet_pb2.ReplayResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReplayRequest,
+        gpufleet.v1.fleet_pb2.ReplayResponse,
+    ],
+)
+
+_FleetServiceGetCoverageType = typing_extensions.TypeVar(
+    '_FleetServiceGetCoverageType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetCoverageRequest,
+        gpufleet.v1.fleet_pb2.GetCoverageResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetCoverageRequest,
+        gpufleet.v1.fleet_pb2.GetCoverageResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetCoverageRequest,
+        gpufleet.v1.fleet_pb2.GetCoverageResponse,
+    ],
+)
+
+_FleetServiceListLimitsType = typing_extensions.TypeVar(
+    '_FleetServiceListLimitsType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListLimitsRequest,
+        gpufleet.v1.fleet_pb2.ListLimitsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListLimitsRequest,
+        gpufleet.v1.fleet_pb2.ListLimitsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListLimitsRequest,
+        gpufleet.v1.fleet_pb2.ListLimitsResponse,
+    ],
+)
+
+_FleetServiceSuggestLimitsType = typing_extensions.TypeVar(
+    '_FleetServiceSuggestLimitsType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+        gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+        gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+        gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+    ],
+)
+
 _FleetServiceRunSqlType = typing_extensions.TypeVar(
     '_FleetServiceRunSqlType',
     grpc.UnaryStreamMultiCallable[
@@ -363,7 +427,7 @@ _FleetServiceRunSqlType = typing_extensions.TypeVar(
     ],
 )
 
-class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceActOnIncidentsType, _FleetServiceReportIncidentsType, _FleetServiceListSilencesType, _FleetServiceAddSilenceType, _FleetServiceEndSilencesType, _FleetServiceListMaintenanceType, _FleetServiceStartMaintenanceType, _FleetServiceEndMaintenanceType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceRunSqlType]):
+class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceActOnIncidentsType, _FleetServiceReportIncidentsType, _FleetServiceListSilencesType, _FleetServiceAddSilenceType, _FleetServiceEndSilencesType, _FleetServiceListMaintenanceType, _FleetServiceStartMaintenanceType, _FleetServiceEndMaintenanceType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceReplayType, _FleetServiceGetCoverageType, _FleetServiceListLimitsType, _FleetServiceSuggestLimitsType, _FleetServiceRunSqlType]):
     @typing.overload
     def __init__(self: FleetServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -445,6 +509,22 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.ExplainRequest,
             gpufleet.v1.fleet_pb2.ExplainResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ReplayRequest,
+            gpufleet.v1.fleet_pb2.ReplayResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetCoverageRequest,
+            gpufleet.v1.fleet_pb2.GetCoverageResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListLimitsRequest,
+            gpufleet.v1.fleet_pb2.ListLimitsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+            gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.RunSqlRequest,
@@ -535,6 +615,22 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
             gpufleet.v1.fleet_pb2.ExplainResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ReplayRequest,
+            gpufleet.v1.fleet_pb2.ReplayResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetCoverageRequest,
+            gpufleet.v1.fleet_pb2.GetCoverageResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListLimitsRequest,
+            gpufleet.v1.fleet_pb2.ListLimitsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+            gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.RunSqlRequest,
             gpufleet.v1.fleet_pb2.RunSqlResponse,
         ],
@@ -596,6 +692,18 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
 
     Explain: _FleetServiceExplainType
     """Numbers, window, limit and who set it: of a rule, an incident or a node."""
+
+    Replay: _FleetServiceReplayType
+    """Any rule over stored history: what it would have raised, beside what was raised."""
+
+    GetCoverage: _FleetServiceGetCoverageType
+    """What cannot be judged now, and why."""
+
+    ListLimits: _FleetServiceListLimitsType
+    """The limits that hold, with layer and source."""
+
+    SuggestLimits: _FleetServiceSuggestLimitsType
+    """Limits of one rule that the fleet's own data suggest; changes nothing."""
 
     RunSql: _FleetServiceRunSqlType
     """One read-only SELECT inside the collector."""
@@ -680,6 +788,22 @@ FleetServiceAsyncStub: typing_extensions.TypeAlias = FleetServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.ExplainRequest,
         gpufleet.v1.fleet_pb2.ExplainResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ReplayRequest,
+        gpufleet.v1.fleet_pb2.ReplayResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetCoverageRequest,
+        gpufleet.v1.fleet_pb2.GetCoverageResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListLimitsRequest,
+        gpufleet.v1.fleet_pb2.ListLimitsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+        gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.RunSqlRequest,
@@ -844,6 +968,38 @@ class FleetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ExplainResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ExplainResponse]]:
         """Numbers, window, limit and who set it: of a rule, an incident or a node."""
+
+    @abc.abstractmethod
+    def Replay(
+        self,
+        request: gpufleet.v1.fleet_pb2.ReplayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ReplayResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ReplayResponse]]:
+        """Any rule over stored history: what it would have raised, beside what was raised."""
+
+    @abc.abstractmethod
+    def GetCoverage(
+        self,
+        request: gpufleet.v1.fleet_pb2.GetCoverageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.GetCoverageResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.GetCoverageResponse]]:
+        """What cannot be judged now, and why."""
+
+    @abc.abstractmethod
+    def ListLimits(
+        self,
+        request: gpufleet.v1.fleet_pb2.ListLimitsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ListLimitsResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ListLimitsResponse]]:
+        """The limits that hold, with layer and source."""
+
+    @abc.abstractmethod
+    def SuggestLimits(
+        self,
+        request: gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.SuggestLimitsResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.SuggestLimitsResponse]]:
+        """Limits of one rule that the fleet's own data suggest; changes nothing."""
 
     @abc.abstractmethod
     def RunSql(

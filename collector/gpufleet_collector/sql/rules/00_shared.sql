@@ -211,7 +211,7 @@ select node, gpu_index, gpu_uuid, entity, serial, pci, slot, model,
        pstate, clock_reasons, pcie_gen, pcie_width,
        expected_pci is not null and pci <> expected_pci               as moved,
        findings,
-       list_concat(if(fresh, []::varchar[], ['stale']), if(flapping, ['flapping'], []::varchar[]),
+       list_concat(list_concat(if(fresh, []::varchar[], ['stale']), if(flapping, ['flapping'], []::varchar[])),
                    people_flags(in_maintenance, silenced)) as flags
 from joined;
 
@@ -270,6 +270,6 @@ select node,
        coalesce(gpus_no_data, 0) as gpus_no_data, coalesce(gpus_extra, 0) as gpus_extra,
        received_at, age_s, silent, hello_at, agent_version, boot_id, machine_id, claimed, conflict, offset_s,
        findings,
-       list_concat(if(silent, ['stale'], []::varchar[]), if(flapping, ['flapping'], []::varchar[]),
+       list_concat(list_concat(if(silent, ['stale'], []::varchar[]), if(flapping, ['flapping'], []::varchar[])),
                    people_flags(in_maintenance, silenced)) as flags
 from aged;
