@@ -45,6 +45,9 @@ def learn(store: Store, as_of: datetime) -> int:
     """Take new ok runs into the baselines that are still learning; returns how many changed."""
     if "bench" not in store.tables:
         return 0
+    with store.reader(LIVE) as read:
+        if not read.execute(_ANY_OPEN, {"as_of": as_of}).fetchone():
+            return 0
     with store.transaction() as write, store.reader(LIVE) as read:
         rows = read.execute(_LEARN, {"as_of": as_of, "frozen_at": FROZEN_AT}).fetchall()
         learned = [
@@ -99,8 +102,8 @@ _COLUMNS = {
 _KEY = "bench_key(bench, version, convention, params_hash, link)"
 _SPREAD = "coalesce(mad(value) / nullif(median(value), 0), 0)"
 
-_LEARN = f"""
-with fresh as (
+_OPEN = f"""
+fresh as (
     select distinct node, entity, {_KEY} as key
     from bench
     where received_at > $as_of - interval 10 minute and ts <= $as_of and status = 'ok' and value is not null
@@ -109,14 +112,21 @@ open as (
     select f.node, f.entity, f.key
     from fresh f left join baseline b using (node, entity, key)
     where b.state is null or b.state = 'learning'
-),
+)
+"""
+
+_ANY_OPEN = f"with {_OPEN} select 1 from open limit 1"
+
+_LEARN = f"""
+with {_OPEN},
 run as (
     select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.driver
     from bench r
     where r.status = 'ok' and r.value is not null and r.ts <= $as_of
       and r.entity in (select entity from open)
-      and not exists (from finding f where f.rule = 'bandwidth_regression' and f.node = r.node
-                      and f.entity = r.entity and r.ts >= f.began_at
+      and not exists (from finding f where f.node = r.node and r.ts >= f.began_at
+                      and (f.rule = 'bandwidth_regression' and f.entity = r.entity
+                           or f.rule = 'bandwidth_regression_host')
                       and r.ts <= coalesce(f.resolved_at, timestamp '9999-01-01'))
 ),
 first as (
