@@ -167,6 +167,8 @@ class Judge:
             raise
         if self._last_pass is None or _slot(as_of, 60) != _slot(self._last_pass, 60):
             baselines.learn(self._store, as_of)
+        if self._last_pass is None or _slot(as_of, 3600) != _slot(self._last_pass, 3600):
+            baselines.learn_anew(self._store, as_of)
         self._last_pass = as_of
         report.seconds = time.perf_counter() - started
         return report

@@ -64,12 +64,20 @@ def score(world: World, judged: Judged, hours: int | None = None) -> Score:
     found = [_found(world, fault, judged.fired, used) for fault in world.faults if fault.begin + 12 <= until]
     rest = [one for one in judged.fired if one not in used and one.rule != FLEET]
     fleet = [one for one in judged.fired if one.rule == FLEET]
-    large = [step for step in world.steps if step.change <= -0.03 and step.begin + 24 <= until]
+    large = [step for step in world.steps if step.change <= -0.03]
     told = [one for one in fleet if any(s.begin <= one.hour < s.accepted + 2 for s in large)]
     false = _events(rest) + [one for one in fleet if one not in told]
     gpu_days = world.gpu_days * (until - LEARN_HOURS) / (world.hours - LEARN_HOURS)
     bursts = sum(1 for _, begin in world.leaked if LEARN_HOURS <= begin < until)
-    return Score(gpu_days, world.oversampled, found, false, len(fleet), len(large), bursts)
+    return Score(
+        gpu_days,
+        world.oversampled,
+        found,
+        false,
+        len(fleet),
+        sum(1 for step in large if step.begin + 24 <= until),
+        bursts,
+    )
 
 
 def together(scores: Iterable[Score]) -> Score:

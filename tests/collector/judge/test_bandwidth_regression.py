@@ -191,6 +191,49 @@ def test_a_degraded_state_is_never_learned(fleet: "Fleet", judge: Judge) -> None
     assert [row[2:4] for row in fleet.findings(RULE)] == [("firing", "crit")]
 
 
+def history_of(fleet: "Fleet", card: "Card", values: list[float], driver: str) -> None:
+    for value in values:
+        fleet.at += timedelta(hours=1)
+        fleet.bench(card.entity, card.node, value, driver=driver)
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "learned"),
+    [(56.0, "frozen", True), (54.0, "frozen", True), (51.7, "frozen", False), (56.0, "accepted", False)],
+)
+def test_a_new_driver_is_learned_anew_unless_it_is_slower(
+    fleet: "Fleet", judge: Judge, value: float, state: str, learned: bool
+) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0, state)
+    history_of(fleet, card, [value] * (baselines.FROZEN_AT - 1), "590")
+    assert baselines.learn_anew(fleet.store, fleet.at) == 0, "too few runs"
+    history_of(fleet, card, [value], "590")
+    assert baselines.learn_anew(fleet.store, fleet.at) == int(learned)
+    [(now, epoch)] = fleet.sql("SELECT value, epoch FROM baseline")
+    before = fleet.sql("SELECT value, epoch, replaced_at FROM baseline_before")
+    assert (now, epoch) == ((value, "590") if learned else (55.0, "580"))
+    assert before == ([(55.0, "580", fleet.at)] if learned else [])
+    assert baselines.learn_anew(fleet.store, fleet.at) == 0
+
+
+def test_a_baseline_is_of_one_driver_and_firmware(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    history_of(fleet, card, [55.0] * 9, "580")
+    baselines.learn(fleet.store, fleet.at)
+    history_of(fleet, card, [51.0] * 12, "590")
+    baselines.learn(fleet.store, fleet.at)
+    assert fleet.sql("SELECT value, n, epoch, state FROM baseline") == [(55.0, 9, "580", "learning")]
+    with fleet.store.transaction() as write:
+        write.execute(
+            "UPDATE live.inventory SET attributes = json_object('vbios', '96.00'), "
+            "valid_from = valid_from - INTERVAL 1 DAY WHERE kind = 'gpu'"
+        )
+        write.execute("DELETE FROM live.baseline")
+    baselines.learn(fleet.store, fleet.at)
+    assert fleet.sql("SELECT value, n, epoch FROM baseline") == [(55.0, 9, "580/96.00")]
+
+
 def test_accept_moves_a_frozen_baseline(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     accept(fleet, card, 55.0, "frozen")

@@ -21,7 +21,7 @@ with lim as (
 ),
 step as (
     select model, key, driver, any_value(bench) as bench, median(d) as d, count(*) as n, count(distinct node) as nodes,
-           max(ok_at) as ok_at, mode(base_epoch) as base_driver, any_value(unit) as unit
+           max(ok_at) as ok_at, split_part(mode(base_epoch), '/', 1) as base_driver, any_value(unit) as unit
     from bench_series(as_of)
     where d is not null and recent and entity like 'gpu:%'
     group by grouping sets ((model, key), (model, key, driver))
