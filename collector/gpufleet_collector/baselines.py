@@ -2,9 +2,9 @@
 
 Bench series learn by themselves from ok runs of one epoch (driver and firmware) and freeze at `FROZEN_AT`
 runs; only a person moves them after that (inventory.accept). Runs of a time in which the bench was in trouble
-are never learned from. After a new driver or firmware a series is learned anew if it is not slower than before;
-a slower one waits for a person, so that no loss becomes the normal state by itself. Another card has another
-UUID and so another series.
+are never learned from. After a new driver or firmware a series is learned anew if it is not slower; a slower
+one waits for a person, so that no loss becomes the normal state by itself. Another card has another UUID and
+so another series.
 """
 
 from collections.abc import Sequence
