@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 
 OTHER  := $(VENV)/duckdb-1.5
 
-.PHONY: demo test test-torch check lint types imports tests-all tests-duckdb-1.5 bench protos docs clean
+.PHONY: demo test test-torch check lint types imports tests-all tests-duckdb-1.5 bench bench-detect protos docs clean
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,9 @@ test-torch: $(READY)    ## a real PyTorch DataLoader; TORCH_PYTHON = a Python th
 
 bench: $(READY)         ## measure against the budgets of docs/benchmarks.md
 	$(BIN)/python -m tests.bench
+
+bench-detect: $(READY)  ## what the judge finds and what it says without reason, over simulated fleets
+	$(BIN)/python -m tests.bench.detect
 
 docs: $(READY)          ## regenerate docs/schema.md
 	$(BIN)/python docs/generate.py

@@ -1,7 +1,10 @@
 """What a card's benches and busy clock looked like when they were good: table `baseline`.
 
-Bench series learn by themselves from ok runs and freeze at `FROZEN_AT` runs; only a person moves them after
-that (inventory.accept). Runs of a time in which the bench was in trouble are never learned from.
+Bench series learn by themselves from ok runs of one epoch (driver and firmware) and freeze at `FROZEN_AT`
+runs; only a person moves them after that (inventory.accept). Runs of a time in which the bench was in trouble
+are never learned from. After a new driver or firmware a series is learned anew if it is not slower; a slower
+one waits for a person, so that no loss becomes the normal state by itself. Another card has another UUID and
+so another series.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,9 @@ from gpufleet_collector.store import LIVE, Store
 
 FROZEN_AT = 48
 """Runs that make a baseline; then it no longer moves."""
+
+STILL_GOOD = 0.97
+"""A series that is learned anew must reach this part of what it was; as step_ratio of the fleet's rule."""
 
 BUSY_CLOCK = "sm_clock_busy_mhz"
 """Key of a card's SM clock under load."""
@@ -45,6 +51,9 @@ def learn(store: Store, as_of: datetime) -> int:
     """Take new ok runs into the baselines that are still learning; returns how many changed."""
     if "bench" not in store.tables:
         return 0
+    with store.reader(LIVE) as read:
+        if not read.execute(_ANY_OPEN, {"as_of": as_of}).fetchone():
+            return 0
     with store.transaction() as write, store.reader(LIVE) as read:
         rows = read.execute(_LEARN, {"as_of": as_of, "frozen_at": FROZEN_AT}).fetchall()
         learned = [
@@ -56,6 +65,34 @@ def learn(store: Store, as_of: datetime) -> int:
         ]  # fmt: skip
         put(write, learned)
     return len(learned)
+
+
+def learn_anew(store: Store, as_of: datetime) -> int:
+    """Give series their new epoch's baseline, once it has enough runs and is not slower; returns how many.
+
+    What they had before goes to table `baseline_before`.
+    """
+    if "bench" not in store.tables:
+        return 0
+    given = {"as_of": as_of, "frozen_at": FROZEN_AT, "still_good": STILL_GOOD}
+    with store.transaction() as write, store.reader(LIVE) as read:
+        rows = read.execute(_LEARN_ANEW, given).fetchall()
+        anew = [
+            Baseline(
+                node, entity, key, value, spread, n, epoch, "frozen", "collector", as_of,
+                f"learned anew; before {epoch_before or 'unknown'}: {before:.4g}",
+            )
+            for node, entity, key, value, spread, n, epoch, before, epoch_before in rows
+        ]  # fmt: skip
+        if anew:
+            write.execute(
+                "INSERT INTO live.baseline_before SELECT b.*, ? FROM live.baseline b "
+                "WHERE (b.node, b.entity, b.key) IN "
+                "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
+                [as_of, *([getattr(one, name) for one in anew] for name in ("node", "entity", "key"))],
+            )
+        put(write, anew)
+    return len(anew)
 
 
 def seen_now(
@@ -99,8 +136,17 @@ _COLUMNS = {
 _KEY = "bench_key(bench, version, convention, params_hash, link)"
 _SPREAD = "coalesce(mad(value) / nullif(median(value), 0), 0)"
 
-_LEARN = f"""
-with fresh as (
+_EPOCH = """concat_ws('/', nullif(r.driver, ''), nullif(json_extract_string(i.attributes, '$.vbios'), ''))"""
+_FIRMWARE = """left join inventory i on i.node = r.node and i.entity = r.entity and i.valid_from <= r.ts
+                          and coalesce(i.valid_to > r.ts, true)"""
+
+_IN_TROUBLE = """exists (from finding f where f.node = r.node and r.ts >= f.began_at
+                      and (f.rule = 'bandwidth_regression' and f.entity = r.entity
+                           or f.rule = 'bandwidth_regression_host')
+                      and r.ts <= coalesce(f.resolved_at, timestamp '9999-01-01'))"""
+
+_OPEN = f"""
+fresh as (
     select distinct node, entity, {_KEY} as key
     from bench
     where received_at > $as_of - interval 10 minute and ts <= $as_of and status = 'ok' and value is not null
@@ -109,27 +155,57 @@ open as (
     select f.node, f.entity, f.key
     from fresh f left join baseline b using (node, entity, key)
     where b.state is null or b.state = 'learning'
-),
+)
+"""
+
+_ANY_OPEN = f"with {_OPEN} select 1 from open limit 1"
+
+_LEARN = f"""
+with {_OPEN},
 run as (
-    select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.driver
-    from bench r
+    select r.node, r.entity, {_KEY} as key, r.ts, r.value, {_EPOCH} as epoch
+    from bench r {_FIRMWARE}
     where r.status = 'ok' and r.value is not null and r.ts <= $as_of
       and r.entity in (select entity from open)
-      and not exists (from finding f where f.rule = 'bandwidth_regression' and f.node = r.node
-                      and f.entity = r.entity and r.ts >= f.began_at
-                      and r.ts <= coalesce(f.resolved_at, timestamp '9999-01-01'))
+      and not {_IN_TROUBLE}
+),
+marked as (
+    select run.*, first_value(epoch) over (partition by node, entity, key order by ts) as first_epoch
+    from run join open using (node, entity, key)
 ),
 first as (
-    select run.* from run join open using (node, entity, key)
+    -- one epoch: that of the first run; another one is for learn_anew
+    select * from marked where epoch = first_epoch
     qualify row_number() over (partition by node, entity, key order by ts) <= $frozen_at
 )
-select node, entity, key, median(value), {_SPREAD}, count(*), max_by(driver, ts)
+select node, entity, key, median(value), {_SPREAD}, count(*), any_value(epoch)
 from first group by node, entity, key
 """
 
+_LEARN_ANEW = f"""
+with run as (
+    select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.unit, {_EPOCH} as epoch
+    from bench r {_FIRMWARE}
+    where r.status = 'ok' and r.value > 0 and r.ts > $as_of - interval 14 day and r.ts <= $as_of
+      and not {_IN_TROUBLE}
+),
+newest as (select node, entity, key, max_by(epoch, ts) as epoch from run group by node, entity, key),
+fresh as (
+    select run.*, b.value as before, b.epoch as epoch_before
+    from run join newest using (node, entity, key, epoch) join baseline b using (node, entity, key)
+    where b.state in ('learning', 'frozen') and b.epoch <> run.epoch and b.value > 0
+    qualify row_number() over (partition by node, entity, key order by ts desc) <= $frozen_at
+)
+select node, entity, key, median(value) as now, {_SPREAD}, count(*) as n, any_value(epoch),
+       any_value(before) as was, any_value(epoch_before)
+from fresh
+group by node, entity, key
+having n >= $frozen_at and if(any_value(unit) in ('us', 'ms', 's'), was / now, now / was) >= $still_good
+"""
+
 _BENCHES_NOW = f"""
-select node, entity, {_KEY} as key, median(value), {_SPREAD}, count(*), max_by(driver, ts)
-from bench
+select node, entity, key, median(value), {_SPREAD}, count(*), max_by(epoch, ts)
+from (select r.*, {_KEY} as key, {_EPOCH} as epoch from bench r {_FIRMWARE})
 where ts > $at - interval 48 hour and ts <= $at and status = 'ok' and value is not null
   and node in (select unnest($nodes::varchar[]))
 group by node, entity, key

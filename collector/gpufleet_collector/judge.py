@@ -184,6 +184,8 @@ class Judge:
         minute = self._last_pass is None or _slot(as_of, 60) != _slot(self._last_pass, 60)
         if self._learns and minute:
             baselines.learn(self._store, as_of)
+        if self._last_pass is None or _slot(as_of, 3600) != _slot(self._last_pass, 3600):
+            baselines.learn_anew(self._store, as_of)
         self._last_pass = as_of
         report.seconds = time.perf_counter() - started
         return report

@@ -77,7 +77,7 @@ _OF_CODE: Mapping[tuple[str, str], tuple[Step, ...]] = {
     ),
     ("gpu_downclocked", "hw_thermal"): (("", "cooling: look at fans, inlet temperature, neighbours"), *_CARD),
     ("gpu_downclocked", "fleet_step"): _STEP,
-    ("bandwidth_regression", "fleet_step"): _STEP,
+    ("bandwidth_regression_fleet", "fleet_step"): _STEP,
     ("agent_silent", "many_silent"): (
         ("", "look at the collector's host and its network; agents keep their data meanwhile"),
     ),

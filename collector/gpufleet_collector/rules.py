@@ -80,6 +80,7 @@ _SAMPLES = {
     "job": JOB_COLUMNS,
     "mount": MOUNT_COLUMNS,
     "agent": {"probe": Type.STRING, "ok": Type.BOOL},
+    "bench": STANDARD["bench"],
 }
 """Tables that are read before they or all their columns exist, through a macro `<table>_samples()`."""
 

@@ -10,13 +10,13 @@ from gpufleet_collector.judge import Judge
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Card, Fleet
 
-CLOCK, BENCH = "gpu_downclocked", "bandwidth_regression"
+CLOCK, BENCH, STEP = "gpu_downclocked", "bandwidth_regression", "bandwidth_regression_fleet"
 MODEL = "domain:model=NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
 def rules() -> tuple[str, ...]:
-    return (CLOCK, BENCH)
+    return (CLOCK, BENCH, STEP)
 
 
 def grow(fleet: "Fleet", nodes: int) -> list["Card"]:
@@ -83,11 +83,11 @@ def test_bandwidth_of_all_is_one_fleet_event(fleet: "Fleet", judge: Judge) -> No
         fleet.at += timedelta(minutes=30)
         judge.run_pass(fleet.at)
     assert fleet.findings() == [("", MODEL, "firing", "warn", "fleet_step")]
-    assert [row[1:4] for row in fleet.incidents()] == [(BENCH, "", MODEL)]
+    assert [row[1:4] for row in fleet.incidents()] == [(STEP, "", MODEL)]
 
 
 def test_bandwidth_that_scatters_is_none(fleet: "Fleet", judge: Judge) -> None:
     cards = grow(fleet, 6)
     for number, card in enumerate(cards):
         fleet.bench(card.entity, card.node, (0.93 if number % 3 == 0 else 1.0) * 55.0)
-    assert fleet.find(BENCH, MODEL)[:2] == ("ok", "as_before")
+    assert fleet.find(STEP, MODEL)[:2] == ("ok", "as_before")
