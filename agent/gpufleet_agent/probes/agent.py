@@ -25,4 +25,5 @@ METRICS = (
     Metric("spool_oldest_s", _F, Unit.SECOND, _G, "Age of the oldest of those batches.", 0, 1e9, "max"),
     Metric("spool_dropped_total", _U, Unit.COUNT, _C, "Batches dropped because the spool was full.", rollup="delta"),
     Metric("reconnects_total", _U, Unit.COUNT, _C, "Times the stream to the collector was opened again.", rollup="delta"),
+    Metric("bench_gpu_s_total", _F, Unit.SECOND, _C, "Time that benches kept cards for themselves, of all cards.", 0, 1e10, "delta"),
 )  # fmt: skip
