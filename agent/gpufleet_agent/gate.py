@@ -181,12 +181,13 @@ class Sight:
     split: bool = False
     exclusive: str = ""
 
-    def why_not(self, mem_bytes: float, locked: bool) -> str:
+    def why_not(self, mem_bytes: float, locked: bool, load: bool = True) -> str:
         """Why the card is not free; empty when it is.
 
         Args:
             mem_bytes: So much of its memory may be in use.
             locked: Whether we have the host's lock.
+            load: Whether what it does counts too, or only who and what is on it.
         """
         if self.split:
             return "MIG is on"
@@ -196,9 +197,9 @@ class Sight:
             return f"in use by {_named(self.pids)}"
         if self.mem_used_bytes is not None and self.mem_used_bytes > mem_bytes:
             return f"{self.mem_used_bytes / _MIB:.0f} MiB of its memory are in use"
-        if self.util_pct is not None and self.util_pct > 0:
+        if load and self.util_pct is not None and self.util_pct > 0:
             return f"card is busy: {self.util_pct:g} %"
-        if self._draws():
+        if load and self._draws():
             return f"card is busy: it draws {self.power_w:.0f} W"
         seen = (self.mem_used_bytes is not None, self.util_pct is not None)
         if self.pids is None and not (all(seen) and locked):
@@ -310,11 +311,10 @@ class Gate:
         for card in cards:
             until = self._clock() + _SETTLE_S
             why = self._why_not(card)
-            while why and self._clock() < until and not self._stop.reason:
-                if self._pids(card):
-                    break
+            # our own load is in the averages for a while; our memory and our process went with our context
+            while why and not self._why_not(card, load=False) and self._clock() < until:
                 self._sleep(_SETTLED_S)
-                why = self._why_not(card)
+                why = self._interrupted() or self._why_not(card)
             if why:
                 return f"afterwards: {why}"
         return ""
@@ -339,13 +339,13 @@ class Gate:
                     return f"a job came: {used / _MIB:.0f} MiB of the card's memory are in use"
         return ""
 
-    def _why_not(self, card: Gpu) -> str:
+    def _why_not(self, card: Gpu, load: bool = True) -> str:
         try:
             sight = self.look(card)
         except DriverError as error:
             return f"it cannot be looked at: {error.code}"
         self._before[card.pci] = sight.mem_used_bytes
-        return sight.why_not(self._rules.mem_mib * _MIB, self._lock is not None)
+        return sight.why_not(self._rules.mem_mib * _MIB, self._lock is not None, load)
 
     def look(self, card: Gpu) -> Sight:
         """Look at a card once.
