@@ -166,7 +166,10 @@ class GuardedHost:
         return self._host.process(pid)
 
     def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
-        """A bench that only this driver can run."""
+        """A bench that only this driver can run; never on a card that is skipped."""
+        pci = params.get("pci")
+        if pci in self._skip:
+            return BenchResult("skipped", None, "", f"{pci} is left alone")
         return self._host.run_bench(name, params, check)
 
 

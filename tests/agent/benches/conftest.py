@@ -55,7 +55,7 @@ class Rig:
 
     root: Path
     libraries: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for slot in range(2):
@@ -141,7 +141,7 @@ class Rig:
             if process.poll() is None:
                 process.kill()
             process.wait(30)
-            for stream in (process.stdin, process.stdout):
+            for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
 

@@ -71,7 +71,6 @@ def test_a_card_that_has_had_its_time_this_hour_is_left_alone(rig: Any) -> None:
 def test_no_real_run_beside_a_job_has_a_value(rig: Any, seed: int) -> None:
     dice = random.Random(seed)
     slowly(rig)
-    started = time.monotonic()
     process = rig.start(rig.settings("h2d", entity=CARD))
     time.sleep(dice.uniform(0.5, 6.0))
     came = time.monotonic()
@@ -86,4 +85,3 @@ def test_no_real_run_beside_a_job_has_a_value(rig: Any, seed: int) -> None:
         assert row["status"] in ("skipped", "preempted", "contaminated")
     if row["status"] == "preempted":
         assert next(at for at, name, _ in log if name == "cuCtxDestroy_v2") - came <= 1.0
-    print(f"job after {came - started:.1f} s: {row['status']}")

@@ -19,13 +19,16 @@ LISTED = "number nvmlDeviceGetComputeRunningProcesses_v3"
 def start(rig: Any, *words: str) -> subprocess.Popen[str]:
     config = rig.root / "agent.toml"
     config.write_text(
-        f'driver = "nvml"\nroot = "{rig.root}"\nstate_dir = "{rig.root}/state"\nruntime_dir = "{rig.root}/run"\n'
+        f'driver = "nvml"\nroot = "{rig.root}"\nstate_dir = "{rig.root}/state"\n'
+        f'runtime_dir = "{rig.root}/run"\n'
         "[gate]\nmem_mib = 1000000\n"
     )
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "gpufleet_agent.main", "bench", "--config", str(config), *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=rig.environment(),
     )  # fmt: skip
+    rig.started.append(process)
+    return process
 
 
 def end(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
@@ -78,7 +81,8 @@ def test_without_a_driver_nothing_is_judged(rig: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [("h2d", "--quick"), ("--quick", "--deadline", "soon"), ("--quick", "--floor", "h2d"), (),
-     ("--quick", "--floor", "h2d=-1"), ("--quick", "--floor", "nonsense=1"), ("--quick", "--floor", "h2d=nan")],
+     ("--quick", "--floor", "h2d=-1"), ("--quick", "--floor", "nonsense=1"),
+     ("--quick", "--floor", "h2d=nan")],
 )  # fmt: skip
 def test_wrong_usage_has_a_status_of_its_own(rig: Any, words: tuple[str, ...]) -> None:
     status, out, errors = end(start(rig, *words))
@@ -94,21 +98,17 @@ def test_it_is_gone_within_a_second_of_sigterm(rig: Any, stuck: bool) -> None:
     process.send_signal(signal.SIGTERM)
     told = time.monotonic()
     status, out, errors = end(process)
-    took = time.monotonic() - told
+    assert time.monotonic() - told < 10  # one second where nothing else runs
     assert status == 3
     assert json.loads(out)["items"] == []
     assert "told to stop" in errors
-    print(f"gone after {took:.2f} s (budget 1 s)")
-    assert took < 10
 
 
 def test_it_ends_by_its_deadline_when_a_driver_call_does_not_return(rig: Any) -> None:
     rig.cuda("block cuInit")
-    began = time.monotonic()
     status, out, errors = end(start(rig, "--quick", "--deadline", "4s"))
     assert (status, out) == (3, "")
     assert "not done within 4 s" in errors
-    print(f"ended after {time.monotonic() - began:.2f} s of 4")
 
 
 def test_an_agents_bench_makes_way_for_the_hook(rig: Any) -> None:
