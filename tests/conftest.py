@@ -70,8 +70,9 @@ def tree() -> Iterator[Callable[[str], Path]]:
     with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
 
         def plant(name: str) -> Path:
-            for part in sorted((HOSTS / name).glob("*.txt")):
-                grow(part.read_text(), Path(folder) / name)
-            return Path(folder) / name
+            root = Path(folder) / name
+            for part in sorted((HOSTS / name).glob("*.txt")) if not root.exists() else ():
+                grow(part.read_text(), root)
+            return root
 
         yield plant

@@ -254,6 +254,7 @@ IDENTIFYING: Mapping[str, frozenset[str]] = {
     "pci": _CARD,
     "nvlink": _CARD | {"links_most"},
     "port": frozenset({"device", "port", "guid", "pci", "netdev", "firmware", "in_use", "rate_best_gbps"}),
+    "disk": frozenset({"disk"}),
 }
 """Probe -> columns of which a change makes the inventory be read again."""
 

@@ -245,6 +245,9 @@ def _probe_lines(name: str, metrics: Sequence[Metric], sweep: Sweep | None) -> l
     return lines
 
 
+_SIZES = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
+
+
 def _told(metric: Metric, cell: Value | None) -> str:
     """A value with its name and unit; empty for one that says nothing."""
     if cell is None or cell == "":
@@ -255,7 +258,8 @@ def _told(metric: Metric, cell: Value | None) -> str:
     if isinstance(cell, str):
         return f"{name} {cell}"
     if metric.unit is Unit.BYTE:
-        return f"{name} {cell / 2**30:.1f} GiB"
+        power, unit = next((at for at in _SIZES if cell >= 2 ** at[0]), (0, "B"))
+        return f"{name} {cell / 2**power:.4g} {unit}"
     unit = "" if metric.unit in (Unit.TEXT, Unit.ONE, Unit.COUNT, Unit.BITS) else f" {metric.unit}"
     return f"{name} {cell:.4g}{unit}" if isinstance(cell, float) else f"{name} {cell}{unit}"
 

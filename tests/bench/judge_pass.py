@@ -1,8 +1,8 @@
 """One judge pass over a fleet of 1,000 nodes x 8 cards with two hours of samples, beside a writer.
 
 `python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what
-1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`.
-Each rule is due once a minute at least: `pass_all_rules_s` is the dearest pass, `pass_s` the median one.
+1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`: the
+rules that are due, which take turns. `pass_s` is the median pass of two minutes, `pass_max_s` the dearest.
 """
 
 import json
@@ -17,21 +17,23 @@ from pathlib import Path
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
-from gpufleet_agent.probes import agent, gpu, gpu_health, host, nvlink, pci
+from gpufleet_agent.drivers.simulated import SimulatedHost
+from gpufleet_agent.probe import run_probe
+from gpufleet_agent.probes import PROBES as SAMPLED
+from gpufleet_agent.probes import agent
+from gpufleet_agent.scenario import parse
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.store import LIVE, Column, Store
 
 START = datetime(2026, 3, 1, 12, 0, 0)
 PROBES: Mapping[str, Sequence[Metric]] = {
-    "gpu": gpu.METRICS,
-    "gpu_health": gpu_health.METRICS,
-    "nvlink": nvlink.METRICS,
-    "pci": pci.METRICS,
-    "host": host.METRICS,
+    **{name: probe.METRICS for name, probe in SAMPLED.items()},
     "agent": agent.METRICS,
     "bench": benches.METRICS,
 }
+AS_SIMULATED = ("port", "edac", "disk", "mount", "job", "loader")
+"""Probes whose rows are those of one simulated host, given to every node."""
 UUID = "format('GPU-{:04d}-{}', node, card)"
 NAME = "format('gpu-{:04d}', node)"
 PCI = "format('0000:{:02x}:00.0', card + 16)"
@@ -42,19 +44,17 @@ def measure(nodes: int = 1000, cards: int = 8, minutes: int = 120, passes: int =
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(Path(folder) / "bench.duckdb")
         _fill(store, nodes, cards, minutes)
+        _fill_as_simulated(store, nodes)
         judge = Judge(store, JudgeSettings())
         judge.run_pass(START)
         stop = threading.Event()
         writer = threading.Thread(target=_write, args=(store, cards, stop), daemon=True)
         writer.start()
         walls: list[float] = []
-        whole: list[float] = []
         cpu = time.process_time()
         for number in range(1, passes + 1):
             report = judge.run_pass(START + timedelta(seconds=5 * number))
             walls.append(report.seconds)
-            if len(report.runs) == len(judge.policies):
-                whole.append(report.seconds)
         cpu = time.process_time() - cpu
         at = START + timedelta(seconds=5 * passes)
         queries = {
@@ -70,7 +70,6 @@ def measure(nodes: int = 1000, cards: int = 8, minutes: int = 120, passes: int =
         "rows": nodes * cards * minutes * 12,
         "pass_s": statistics.median(walls),
         "pass_max_s": max(walls),
-        "pass_all_rules_s": max(whole, default=0.0),
         "cpu_s_per_pass_with_writer": cpu / passes,
         **{f"{name}_ms": value for name, value in queries.items()},
     }
@@ -84,6 +83,43 @@ def _query(store: Store, query: str) -> float:
             read.execute(query).fetchall()
             times.append((time.perf_counter() - started) * 1000)
     return statistics.median(times)
+
+
+def _fill_as_simulated(store: Store, nodes: int) -> None:
+    """The last ten minutes of `AS_SIMULATED`, each node as the one host that is simulated."""
+    scenario = parse(b'[fleet]\nnodes = 1\ngpus = 8\n[[load]]\nkind = "train"\n', "bench")
+    now = [0.0]
+    host = SimulatedHost(scenario, scenario.node_names()[0], 0, lambda: now[0])
+    for probe in AS_SIMULATED:
+        names = [metric.name for metric in PROBES[probe]]
+        rows: list[list[object]] = []
+        every_s = SAMPLED[probe].EVERY
+        for tick in range(int(600 / every_s)):
+            now[0] = 600.0 + tick * every_s
+            sweep = run_probe(probe, SAMPLED[probe], host, sys.exit)
+            rows += ([now[0] - 1200.0, *cells] for cells in sweep.rows)
+        marks = f"({', '.join('?' for _ in range(len(names) + 1))})"
+        columns = ", ".join(
+            "format('GPU-{:04d}-{}', n.node, gpu_index) AS gpu_uuid" if name == "gpu_uuid" else name
+            for name in names
+        )
+        with store.transaction() as write:
+            write.execute(f"CREATE TEMP TABLE host_{probe} AS SELECT 0.0::DOUBLE AS at_s, {', '.join(names)} "
+                          f"FROM live.{probe} WHERE false")  # fmt: skip
+            for first in range(0, len(rows), 500):
+                some = rows[first : first + 500]
+                write.execute(
+                    f"INSERT INTO host_{probe} VALUES {', '.join([marks] * len(some))}",
+                    [cell for row in some for cell in row],
+                )
+            ts = f"TIMESTAMP '{START}' + to_seconds(at_s)"
+            write.execute(
+                f"INSERT INTO live.{probe} BY NAME SELECT {ts} AS ts, {ts} AS received_at, "
+                f"format('gpu-{{:04d}}', n.node) AS node, 'b' AS boot_id, {columns} "
+                f"FROM host_{probe}, range({nodes}) n(node)"
+            )
+            write.execute(f"DROP TABLE host_{probe}")
+            write.execute(f"INSERT INTO live.probe SELECT node, '{probe}', {every_s} FROM live.node")
 
 
 def _write(store: Store, cards: int, stop: threading.Event) -> None:

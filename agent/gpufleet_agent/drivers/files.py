@@ -90,7 +90,11 @@ def pressure(text: str | Null, kind: str) -> Cell:
     if isinstance(text, Null):
         return text
     found = re.search(rf"^{kind} .*\btotal=(\d{{1,19}})$", text, re.MULTILINE)
-    return int(found[1]) / 1e6 if found else UNPARSABLE
+    if found:
+        return int(found[1]) / 1e6
+    # the `full` line for cpu came with Linux 5.13
+    said = re.search(r"^some .*\btotal=\d{1,19}$", text, re.MULTILINE)
+    return Null(Reason.NOT_SUPPORTED, f"no {kind}") if said and kind == "full" else UNPARSABLE
 
 
 def hexadecimal(text: str | Null) -> str:

@@ -230,10 +230,11 @@ class Sysfs:
             kinds = {name: self.kind(name) for name in self._addresses()}
         except DriverError:
             kinds = {}
-        return {
+        found = {
             "iommu": self._pcie.iommu(self._root, [name for name, kind in kinds.items() if kind]),
             "acs": self._pcie.acs(name for name, kind in kinds.items() if kind == "gpu"),
         }
+        return {name: text for name, text in found.items() if text}
 
     def _addresses(self) -> list[str]:
         try:
