@@ -146,6 +146,36 @@ class Rig:
                     stream.close()
 
 
+class Caller:
+    """One process for many runs of the library itself, each on its own log."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        command = [sys.executable, str(HERE / "child.py"), str(rig.root)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=rig.environment()
+        )
+        rig.started.append(self.process)
+
+    def run(self, bench: str, *how: str) -> tuple[str, float | None, str]:
+        """(status, value, reason) of a bench while the library behaves so."""
+        self.rig.cuda(*how)
+        (self.rig.root / "cuda.log").unlink(missing_ok=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(bench) + b"\n")
+        self.process.stdin.flush()
+        status, value, reason = msgspec.json.decode(self.process.stdout.readline())
+        return status, value, reason
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory, driver: Path) -> Iterator[Caller]:
+    rig = Rig(tmp_path_factory.mktemp("caller") / "host", driver)
+    yield Caller(rig)
+    rig.close()
+
+
 @pytest.fixture
 def rig(tmp_path: Path, driver: Path) -> Iterator[Rig]:
     made = Rig(tmp_path / "host", driver)

