@@ -1,10 +1,12 @@
 """Which bench is next, and how much of the cards' time benches may still take this hour.
 
 The stalest goes first: the one that is overdue by the largest part of its own interval. What was skipped or
-preempted is due again after a while, so that a short idle moment of a busy card is found. Every time is
-spread by a fifth: a fleet that was started at once does not measure at once.
+preempted is due again after a while, so that a short idle moment of a busy card is found; where nothing at
+all could be measured, nothing else is tried for as long. Every time is spread by a fifth: a fleet that was
+started at once does not measure at once.
 """
 
+import math
 import random
 import time
 from collections import deque
@@ -51,6 +53,7 @@ class Rota:
         self._most_s = gpu_s_per_hour
         self._spent: dict[str, deque[tuple[float, float]]] = {}
         self._total_s = 0.0
+        self._rest_until = -math.inf
         now = clock()
         self._benches = {
             name: _Bench(every, now + min(every, FIRST_S) * self._dice.uniform(1.0, 1.5))
@@ -70,6 +73,8 @@ class Rota:
     def next(self) -> str:
         """The stalest bench that is due; empty when none is."""
         now = self._clock()
+        if now < self._rest_until:
+            return ""
         overdue = {name: (now - bench.due) / bench.every_s for name, bench in self._benches.items()}
         name = max(overdue, key=overdue.__getitem__, default="")
         return name if name and overdue[name] >= 0 else ""
@@ -110,6 +115,9 @@ class Rota:
             present = {entity: bench.entities[entity] for entity in outcomes}
             later = {entity: due for entity, due in bench.entities.items() if due > now}
             bench.entities = later | present
+            if outcomes and all(status == "skipped" for status, _ in outcomes.values()):
+                # to look takes a process: a host that is busy for days must not feel it
+                self._rest_until = now + self._spread(min(RETRY_S, bench.every_s))
             bench.due = min(bench.entities.values(), default=now + self._spread(bench.every_s))
 
     def _left(self, entity: str) -> float:

@@ -54,7 +54,10 @@ SIGNATURES: dict[str, Sequence[type]] = {
 }
 """Argument types of the functions that are called; all return a CUresult."""
 
-_SCHED_BLOCKING, _EVENT_BLOCKING, _STREAM_NON_BLOCKING, _PORTABLE = 4, 1, 1, 1
+_SCHED_BLOCKING, _EVENT_BLOCKING, _PORTABLE = 4, 1, 1
+_IN_ORDER = 0
+"""A stream that waits for what is done without one, such as filling memory."""
+
 _PROCESSORS = 16
 _OUT_OF_MEMORY, _UNAVAILABLE = 2, 46
 _CANNOT = {
@@ -70,7 +73,7 @@ _MIB = 1 << 20
 _TURN_MS = 50.0
 """Work is handed to the card in pieces of at most about this long, and between them we look around."""
 
-_SETTLE_MOST, _SETTLED, _WITHIN = 25, 3, 0.02
+_SETTLE_MOST, _SETTLE_MOST_MS, _SETTLED, _WITHIN = 25, 500.0, 3, 0.02
 _THREADS, _BLOCKS_PER_PROCESSOR = 256, 4
 _CHAINS, _TIMES = 8, 32
 _CLOCK_TIMES = 64
@@ -162,7 +165,7 @@ class Session:
             context = _Handle()
             call("cuCtxCreate_v2", byref(context), _SCHED_BLOCKING, self._device)
             self._give_back("cuCtxDestroy_v2", context)
-            call("cuStreamCreate", byref(self._stream), _STREAM_NON_BLOCKING)
+            call("cuStreamCreate", byref(self._stream), _IN_ORDER)
             self._give_back("cuStreamDestroy_v2", self._stream)
             for event in self._events:
                 call("cuEventCreate", byref(event), _EVENT_BLOCKING)
@@ -377,6 +380,16 @@ def _failed(error: CudaError, unit: str, seconds: float) -> BenchResult:
     return BenchResult("failed", None, unit, str(error), (), seconds, seconds)
 
 
+def _settle(run_ms: Callable[[], float]) -> None:
+    """Run until three in a row take the same time: an idle card raises its clocks and its link only then."""
+    took: list[float] = []
+    for _ in range(_SETTLE_MOST):
+        took.append(run_ms())
+        last = took[-_SETTLED:]
+        if (len(last) == _SETTLED and max(last) <= min(last) * (1 + _WITHIN)) or sum(took) > _SETTLE_MOST_MS:
+            return
+
+
 # ---- copies
 
 
@@ -392,6 +405,7 @@ def _copies(
         for _ in range(copies):
             copy()
 
+    _settle(lambda: session.timed_ms(work))
     return [count_as * copies * size / 1e6 / session.timed_ms(work) for _ in range(int(params["repeats"]))]
 
 
@@ -525,13 +539,9 @@ class _Kernel:
             self.loops = max(1, min(1 << 22, int(launch_ms / per_loop)))
 
     def warm_up(self, launch_ms: float) -> None:
-        """Until the clock has settled: three launches in a row take the same time."""
+        """Until the clock has settled."""
         self.fit(launch_ms)
-        took: list[float] = []
-        for _ in range(_SETTLE_MOST):
-            took = [*took, self.run_ms()][-_SETTLED:]
-            if len(took) == _SETTLED and max(took) <= min(took) * (1 + _WITHIN):
-                break
+        _settle(self.run_ms)
         self.fit(launch_ms)
         self.results()
 

@@ -460,6 +460,22 @@ def test_the_stalest_bench_goes_first_and_a_busy_card_is_tried_again() -> None:
     assert rota.left_s() == {"gpu:1": 10.0, "gpu:2": 10.0}
 
 
+def test_a_host_that_is_busy_for_days_is_looked_at_rarely() -> None:
+    world = World()
+    every = dict.fromkeys(("a", "b", "c", "d", "e"), 3600.0)
+    rota = Rota(every, 10.0, world.clock, random.Random(3))
+    tried: dict[str, int] = {}
+    while world.now < 24 * HOUR_S:
+        world.sleep(rota.tick_s)
+        name = rota.next()
+        if name:
+            tried[name] = tried.get(name, 0) + 1
+            rota.gone(name, {"gpu:1": ("skipped", 0.0), "gpu:2": ("skipped", 0.0)})
+    assert set(tried) == set(every)
+    assert sum(tried.values()) <= 24 * 3600 / 300 * 1.25
+    assert min(tried.values()) > 24
+
+
 def test_a_suspect_tested_by_a_directive_counts_against_the_budget_and_for_freshness() -> None:
     world = World()
     rota = Rota({"a": 3600.0}, 10.0, world.clock, random.Random(1))

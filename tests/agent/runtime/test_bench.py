@@ -270,6 +270,29 @@ def test_a_driver_that_hangs_as_a_whole_is_not_asked(kit: Any) -> None:
     ]
 
 
+def test_that_something_is_skipped_is_told_once_an_hour_or_when_asked(kit: Any) -> None:
+    async def work(told: Told) -> None:
+        told.skip = [Skip("")]
+        for lease in ("", "", "l1", "", "l2"):
+            await told.runner.run("h2d", lease=lease)
+
+    told = play(lambda: Told(kit, simulated(kit), child(kit, "raise SystemExit(9)")), work)
+    assert told.statuses() == ["skipped"] * 3
+
+
+def test_a_bench_that_is_stopped_is_preempted(kit: Any) -> None:
+    async def work(told: Told) -> None:
+        running = asyncio.create_task(told.runner.run("h2d"))
+        while told.runner._child is None:
+            await asyncio.sleep(0.01)
+        told.runner.stop()
+        (row,) = rows(await running)
+        assert (row["status"], row["value"], row["reason"]) == ("preempted", None, "told to stop")
+
+    told = play(lambda: Told(kit, simulated(kit), child(kit, "import time\ntime.sleep(60)\n")), work)
+    assert told.statuses() == ["preempted"]
+
+
 def test_benches_asked_for_at_once_run_one_after_the_other(kit: Any) -> None:
     async def work(told: Told) -> None:
         await asyncio.gather(*[told.runner.run("h2d", lease=f"l{at}") for at in range(3)])
