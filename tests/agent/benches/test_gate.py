@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpufleet.metric import Cell, Null, Reason, Row
-from gpufleet_agent import gate as gate_module
-from gpufleet_agent.bench_runner import TELL_SKIP_S
 from gpufleet_agent.drivers import DriverError, Gpu, Lost, Ring
 from gpufleet_agent.drivers.sysfs import SysfsHost
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Sight, Stop, TooLong, ask
@@ -409,11 +407,6 @@ def test_a_thousand_runs_store_no_value_of_a_disturbed_card(tmp_path: Path, visi
     assert min(told.get(status, 0) for status in ("ok", "skipped", "preempted")) > 30, told
 
 
-def test_a_job_shorter_than_a_look_is_the_one_thing_not_seen() -> None:
-    """The bound of what the gate can promise: a tenth of a second."""
-    assert gate_module.LOOK_S == 0.1
-
-
 def test_the_budget_is_never_exceeded_in_any_hour() -> None:
     dice, world = random.Random(7), World()
     every = {"h2d": 30.0, "hbm": 45.0, "fma": 20.0, "clock": 60.0}
@@ -486,7 +479,3 @@ def test_a_suspect_tested_by_a_directive_counts_against_the_budget_and_for_fresh
     assert rota.fresh("a") == ["gpu:1"]
     rota.gone("unscheduled", {"gpu:1": ("ok", 7.0)}, asked=True)
     assert rota.left_s() == {"gpu:1": 0.0}
-
-
-def test_skips_are_told_at_least_every_hour() -> None:
-    assert TELL_SKIP_S < HOUR_S
