@@ -6,22 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 
 from gpufleet.metric import Value
-from gpufleet_agent.bench import Settings
+from gpufleet_agent.bench import TOLD, Settings
 from gpufleet_agent.benches import BENCHES, METRICS
 from gpufleet_agent.child import Child, module_command
+from gpufleet_agent.gate import DEFAULT, Rules
 from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.measure import params_hash
 from gpufleet_agent.pipe import Message, Skip
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
+from gpufleet_agent.rota import Rota
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 120.0
 """A bench takes seconds; one that takes this long is stuck."""
 
-_STATUS, _BENCH, _ENTITY, _VERSION = (
+TELL_SKIP_S = 3000.0
+"""That a bench was skipped on something is told about once per hour, however often it was tried."""
+
+_STATUS, _BENCH, _ENTITY, _VERSION, _GPU_S = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "bench", "entity", "version")
+    for name in ("status", "bench", "entity", "version", "gpu_seconds")
 )
 
 
@@ -37,6 +42,8 @@ class BenchRunner:
         told: `unsupported` results that were reported before, one per line.
         remember: Keeps that text over restarts.
         command: The bench program.
+        rules: What is free.
+        rota: Which bench is next; it is told how each run went.
     """
 
     def __init__(
@@ -49,6 +56,8 @@ class BenchRunner:
         told: str,
         remember: Callable[[str], None],
         command: Sequence[str] = module_command("gpufleet_agent.bench"),
+        rules: Rules = DEFAULT,
+        rota: Rota | None = None,
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -58,6 +67,10 @@ class BenchRunner:
         self._told = set(told.splitlines())
         self._remember = remember
         self._command = command
+        self._rules = rules
+        self._rota = rota or Rota({}, rules.gpu_s_per_hour)
+        self._skips_told: dict[str, float] = {}
+        self._stopped = False
         self._one_at_a_time = asyncio.Lock()
         self._child: Child | None = None
 
@@ -71,7 +84,9 @@ class BenchRunner:
     ) -> Sweep:
         """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
         async with self._one_at_a_time:
+            self._stopped = False
             sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
+            self._rota.gone(bench, _outcomes(sweep), asked=bool(entity or lease))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
             self._deliver(news)
@@ -79,6 +94,7 @@ class BenchRunner:
 
     def stop(self) -> None:
         """End a bench that runs."""
+        self._stopped = True
         if self._child is not None:
             self._child.leave()
             self._child.kill()
@@ -104,6 +120,9 @@ class BenchRunner:
                     state_dir=self._state_dir,
                     lock=self._lock,
                     entity=entity,
+                    fresh=[] if entity or lease else self._rota.fresh(bench),
+                    left_s=self._rota.left_s(),
+                    rules=self._rules,
                     lease=lease,
                     skip=skips,
                     progress_fd=memory,
@@ -118,6 +137,8 @@ class BenchRunner:
             seconds = time.monotonic() - began
             if got:
                 return got[0]
+            if self._stopped:
+                return self._own(bench, entity, lease, "preempted", TOLD, seconds)
             if not ended:
                 call = child.progress.call()
                 where = f" in {call.call}{f' of {call.card}' if call.card else ''}" if call else ""
@@ -148,15 +169,21 @@ class BenchRunner:
                 "reason": reason,
                 "seconds": seconds,
                 "lease": lease,
+                "gpu_seconds": seconds if entity.startswith("gpu:") else 0.0,
             },
         )
         return Sweep("bench", wall_us(), mono_us(), seconds, "", [cells], [reasons])
 
     def _without_known(self, sweep: Sweep, lease: str) -> Sweep:
-        """The sweep without what was said before: `unsupported` is told once, unless someone asked."""
+        """The sweep without what was said before.
+
+        `unsupported` is told once, and that something was skipped about once per hour, unless someone asked.
+        """
         kept = []
         for row, reasons in zip(sweep.rows, sweep.reasons, strict=True):
             key = _key(row)
+            if row[_STATUS] == "skipped" and not lease and not self._skip_is_news(key):
+                continue
             if row[_STATUS] != "unsupported":
                 self._forget(key)
             elif key in self._told and not lease:
@@ -170,6 +197,13 @@ class BenchRunner:
             [row for row, _ in kept], [reasons for _, reasons in kept],
         )  # fmt: skip
 
+    def _skip_is_news(self, key: str) -> bool:
+        now = time.monotonic()
+        if now < self._skips_told.get(key, now):
+            return False
+        self._skips_told[key] = now + TELL_SKIP_S
+        return True
+
     def _forget(self, key: str) -> None:
         if key in self._told:
             self._told.discard(key)
@@ -178,6 +212,11 @@ class BenchRunner:
 
 def _key(row: Sequence[Value | None]) -> str:
     return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY))
+
+
+def _outcomes(sweep: Sweep) -> dict[str, tuple[str, float]]:
+    """Status and card time of each entity."""
+    return {str(row[_ENTITY]): (str(row[_STATUS]), float(row[_GPU_S] or 0.0)) for row in sweep.rows}
 
 
 def statuses(sweep: Sweep) -> dict[str, int]:

@@ -10,6 +10,7 @@ import msgspec
 
 from gpufleet.tls import Tls
 from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.gate import Rules
 from gpufleet_agent.probes import PROBES
 
 Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
@@ -132,6 +133,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         sampler: The child that talks to drivers.
         probes: Which probes run, and how often.
         benches: Which micro-benchmarks run, and how often.
+        gate: When they may.
         simulated: For driver = "simulated".
     """
 
@@ -149,6 +151,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sampler: Sampling = Sampling()
     probes: Probes = Probes()
     benches: Benches = Benches()
+    gate: Rules = Rules()
     simulated: Simulation = Simulation()
 
     def __post_init__(self) -> None:

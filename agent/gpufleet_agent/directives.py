@@ -63,7 +63,7 @@ class Directives:
         text = ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to run it on"
         if found.keys() == {"ok"}:
             return pb.OUTCOME_DONE, text
-        if not found or found.keys() <= {"skipped", "preempted", "unsupported", "ok"}:
+        if not found or found.keys() <= {"skipped", "preempted", "contaminated", "unsupported", "ok"}:
             return pb.OUTCOME_DONE if "ok" in found else pb.OUTCOME_REFUSED, text
         return pb.OUTCOME_FAILED, text
 

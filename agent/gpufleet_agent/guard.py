@@ -13,6 +13,7 @@ from gpufleet.event import Event
 from gpufleet.metric import Null, Row, Value
 from gpufleet_agent.drivers import (
     BenchResult,
+    Check,
     DriverGone,
     Gpu,
     Host,
@@ -21,6 +22,7 @@ from gpufleet_agent.drivers import (
     Process,
     Progress,
     Ring,
+    go_on,
 )
 from gpufleet_agent.drivers.open import Simulated, open_host
 from gpufleet_agent.pipe import Skip
@@ -174,9 +176,12 @@ class GuardedHost:
         """Who it belongs to; no driver is asked."""
         return self._host.process(pid)
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
-        """A bench that only this driver can run."""
-        return self._host.run_bench(name, params)
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
+        """A bench that only this driver can run; never on a card that is skipped."""
+        pci = params.get("pci")
+        if pci in self._skip:
+            return BenchResult("skipped", None, "", f"{pci} is left alone")
+        return self._host.run_bench(name, params, check)
 
 
 def open_guarded(

@@ -15,6 +15,8 @@ from gpufleet import __version__
 from gpufleet.config import ConfigError, naming
 
 if TYPE_CHECKING:
+    from gpufleet.metric import Value
+    from gpufleet_agent.bench import Settings
     from gpufleet_agent.config import AgentConfig
     from gpufleet_agent.guard import HostSettings
 
@@ -96,44 +98,112 @@ def scan(config_path: Path | None, output: str) -> None:
 
 
 @main.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @_config_option
 @click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]), help="How to print.")
-def bench(name: str, config_path: Path | None, output: str) -> None:
-    """Run the micro-benchmark NAME on this host now, also when the host is busy."""
-    from gpufleet_agent.bench import Settings, run_bench
+@click.option("--quick", is_flag=True, help="For a scheduler's hook: a few benches on cards that are free.")
+@click.option(
+    "--deadline", default="20s", show_default=True, help="With --quick, end by then: seconds, or 20s, 2m."
+)
+@click.option(
+    "--floor", "floors", multiple=True, metavar="BENCH=VALUE",
+    help="With --quick, exit 1 when a card is below; may be given for each bench.",
+)  # fmt: skip
+def bench(
+    name: str | None,
+    config_path: Path | None,
+    output: str,
+    quick: bool,
+    deadline: str,
+    floors: tuple[str, ...],
+) -> None:
+    """Run the micro-benchmark NAME on this host now, also when the host is busy.
+
+    With --quick, without NAME: for a prolog or epilog. Exit status 0: all cards were measured; 1: one is
+    below its floor, failed or hung; 2: wrong usage; 3: one could not be judged (busy, no driver, no time).
+    """
+    from gpufleet_agent.bench import run_bench
     from gpufleet_agent.benches import BENCHES, METRICS
 
+    if quick:
+        sys.exit(_quick(name, config_path, output, deadline, floors))
     if name not in BENCHES:
         raise click.UsageError(f"no bench {name!r}: there is {', '.join(BENCHES)}")
     try:
-        config = _load(config_path)
-        settings = Settings(
-            bench=name,
-            host=_host_settings(config),
-            state_dir=_writable(config.state_dir) or "/var/tmp",
-            lock=_lock_path(config),
-            force=True,
-        )
+        settings = _bench_settings(_load(config_path), name, force=True)
     except ConfigError as error:
         raise _Refused(str(error)) from error
     sweep = run_bench(settings)
     rows = [dict(zip((m.name for m in METRICS), cells, strict=True)) for cells in sweep.rows]
-    if output == "json":
-        print(json.dumps({"api_version": "fleet/v1", "kind": "Bench", "items": rows}, indent=2))
-    for row in rows if output == "table" else ():
-        value = row["value"]
-        shown = (
-            f"{value:.2f} {row['unit']}" if isinstance(value, float) else f"{row['status']}: {row['reason']}"
-        )
-        spread = row["spread"]
-        extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
-        print(f"{row['entity']:<46}{name:<11}{shown}{extra}")
+    _print_benches(rows, output)
     if sweep.error:
         raise _Refused(f"bench {name}: {sweep.error}")
     if not rows:
         print("nothing to run it on", file=sys.stderr)
     sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
+
+
+def _quick(
+    name: str | None, config_path: Path | None, output: str, deadline: str, floors: tuple[str, ...]
+) -> int:
+    """The exit status of `bench --quick`."""
+    from gpufleet_agent import hook
+    from gpufleet_agent.control import seconds
+
+    least: dict[str, float] = {}
+    for floor in floors:
+        of, _, text = floor.partition("=")
+        try:
+            least[of] = float(text)
+        except ValueError:
+            raise click.UsageError(f"--floor {floor!r}: give BENCH=VALUE, e.g. h2d=40") from None
+        if of not in hook.BENCHES or not 0 < least[of] < float("inf"):
+            raise click.UsageError(f"--floor {floor!r}: there is {', '.join(hook.BENCHES)}")
+    deadline_s = seconds(deadline)
+    if deadline_s is None:
+        raise click.UsageError(f"--deadline {deadline!r}: give 1s or more, e.g. 20s")
+    if name is not None:
+        raise click.UsageError("--quick runs benches of its own choice: leave out NAME")
+    try:
+        config = _load(config_path)
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    outcome = hook.quick(lambda of: _bench_settings(config, of, wait_s=hook.LOCK_S), least, deadline_s)
+    _print_benches(outcome.rows, output)
+    if outcome.ended or not outcome.rows:
+        print(f"fleet-agent: {outcome.ended or 'nothing to run it on'}", file=sys.stderr)
+    return outcome.status
+
+
+def _bench_settings(
+    config: "AgentConfig", name: str, *, force: bool = False, wait_s: float = 0.0
+) -> "Settings":
+    from gpufleet_agent.bench import Settings
+
+    return Settings(
+        bench=name,
+        host=_host_settings(config),
+        state_dir=_writable(config.state_dir) or "/var/tmp",
+        lock=_lock_path(config),
+        rules=config.gate,
+        force=force,
+        wait_s=wait_s,
+    )
+
+
+def _print_benches(rows: list[dict[str, "Value | None"]], output: str) -> None:
+    if output == "json":
+        print(json.dumps({"api_version": "fleet/v1", "kind": "Bench", "items": rows}, indent=2), flush=True)
+        return
+    for row in rows:
+        value, spread = row["value"], row["spread"]
+        shown = (
+            f"{value:.2f} {row['unit']}" if isinstance(value, float) else f"{row['status']}: {row['reason']}"
+        )
+        if row.get("below"):
+            shown += f"  below {row['floor']:g}"
+        extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
+        print(f"{row['entity']:<46}{row['bench']:<11}{shown}{extra}", flush=True)
 
 
 @main.command()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gpufleet.metric import Value
-from gpufleet_agent.drivers import BenchResult, Gpu, Host
+from gpufleet_agent.drivers import BenchResult, Check, Gpu, Host, go_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,13 @@ class Place:
         host: The open host; None for a bench of the host itself, which needs no driver.
         gpu: The card, for a bench on cards.
         state_dir: Where it may keep a file.
+        check: To be called at least every tenth of a second; what it raises ends the run.
     """
 
     host: Host | None
     gpu: Gpu | None
     state_dir: str
+    check: Check = go_on
 
 
 class Bench(Protocol):
@@ -48,8 +50,20 @@ class Bench(Protocol):
     def PARAMS(self) -> Mapping[str, Value]:
         """What it is run with."""
 
+    @property
+    def COST_S(self) -> float:
+        """So long may one run keep a card for itself; 0 for a bench of the host."""
+
     def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str]:
         """Measure once: the result, and the convention that was used."""
+
+
+def on_card(name: str, at: Place, params: Mapping[str, Value], convention: str) -> tuple[BenchResult, str]:
+    """Have the driver run a bench on the card: only it can reach it."""
+    assert at.host is not None
+    assert at.gpu is not None
+    result = at.host.run_bench(name, {**params, "pci": at.gpu.pci}, at.check)
+    return result, result.convention or convention
 
 
 def params_hash(params: Mapping[str, Value]) -> str:

@@ -26,7 +26,7 @@ from gpufleet.wire import CHANNEL_OPTIONS
 from gpufleet_agent import bench, encode, scenario
 from gpufleet_agent.benches import BENCHES
 from gpufleet_agent.benches import METRICS as BENCH_METRICS
-from gpufleet_agent.drivers import DriverError
+from gpufleet_agent.drivers import DriverError, simulated_benches
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.encode import BodyBuilder
@@ -421,19 +421,19 @@ class _Life:
     # ---- benches
 
     def _bench(self) -> None:
-        self._run_bench("", "")
+        self._run_bench("h2d", "", "")
 
-    def _run_bench(self, entity: str, lease: str) -> dict[str, int]:
-        """The host-to-device bench of one card or all; how many had which status."""
+    def _run_bench(self, name: str, entity: str, lease: str) -> dict[str, int]:
+        """A bench of one card or all; how many had which status."""
         sweep = Sweep("bench", wall_us(), mono_us(), 0.0, "", [], [])
-        asked = bench.Settings(bench="h2d", host=HostSettings(), state_dir="", lock="", lease=lease)
+        asked = bench.Settings(bench=name, host=HostSettings(), state_dir="", lock="", lease=lease)
         statuses: dict[str, int] = {}
         try:
             for gpu in self._whole.gpus():
                 if entity not in ("", f"gpu:{gpu.uuid}"):
                     continue
                 place = Place(self._whole, gpu, "")
-                row = bench.measure(asked, BENCHES["h2d"], place, f"gpu:{gpu.uuid}", "")
+                row = bench.measure(asked, BENCHES[name], place, f"gpu:{gpu.uuid}", "")
                 row |= bench.after(self._whole, gpu)
                 cells, reasons = check_row(BENCH_METRICS, row)
                 sweep.rows.append(cells)
@@ -450,10 +450,10 @@ class _Life:
         result = pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_UNSUPPORTED)
         if directive.HasField("run_bench"):
             wanted = directive.run_bench
-            if wanted.bench != "h2d":
+            if wanted.bench not in simulated_benches.UNITS:
                 result.message = f"{wanted.bench:.60} is not simulated"
                 return result
-            statuses = self._run_bench(wanted.entity, wanted.lease or directive.id)
+            statuses = self._run_bench(wanted.bench, wanted.entity, wanted.lease or directive.id)
             self._seal()
             result.outcome = pb.OUTCOME_DONE if "ok" in statuses else pb.OUTCOME_FAILED
             result.message = ", ".join(f"{count} {status}" for status, count in statuses.items())

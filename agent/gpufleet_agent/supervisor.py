@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +44,7 @@ from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.probes import PROBES, agent, loader
 from gpufleet_agent.push import Push, PushSettings
 from gpufleet_agent.rejected import Rejected
+from gpufleet_agent.rota import Rota
 from gpufleet_agent.schedule import ClockWatch, Schedule
 from gpufleet_agent.spool import Spool
 
@@ -56,8 +57,6 @@ _KERNEL_LOG = "kernel_log"
 
 DAY_S = 86400.0
 HOUSEKEEPING_S = 30.0
-FIRST_BENCH_S = 60.0
-"""Benches wait this long after the start, or their own interval if that is shorter."""
 
 METRICS: dict[str, tuple[Metric, ...]] = {
     **{name: tuple(probe.METRICS) for name, probe in PROBES.items()},
@@ -150,6 +149,10 @@ class Supervisor:
             patience.restart_s,
             lambda: self._kernel_log,
         )
+        enabled = {name: config.bench(name) for name in BENCHES if config.bench(name).enabled}
+        self.rota = Rota(
+            {name: periodic.every_s for name, periodic in enabled.items()}, config.gate.gpu_s_per_hour
+        )
         self.benches = BenchRunner(
             host,
             config.state_dir,
@@ -159,6 +162,8 @@ class Supervisor:
             spool.get_meta("unsupported") or "",
             lambda text: spool.set_meta("unsupported", text),
             bench,
+            config.gate,
+            self.rota,
         )
         self.directives = Directives(self.benches, self.isolation, self._release)
         socket = Path(config.runtime_dir) / CONTROL_NAME
@@ -357,6 +362,7 @@ class Supervisor:
             "spool_oldest_s": stats.oldest_s,
             "spool_dropped_total": stats.dropped_total,
             "reconnects_total": self.push.reconnects_total,
+            "bench_gpu_s_total": self.rota.gpu_s_total,
         }
         if pss is not None:
             row["pss_bytes"] = pss
@@ -468,22 +474,16 @@ class Supervisor:
 
     def _schedule_jobs(self) -> None:
         add = self.schedule.add
-        for name in BENCHES:
-            periodic = self.config.bench(name)
-            if periodic.enabled:
-                every = periodic.every_s
-                # spread over the first interval, so that a fleet started at once does not measure at once
-                first = min(every, FIRST_BENCH_S) * random.uniform(1.0, 1.5)
-                add(f"bench {name}", every, self._bench_job(name), first_s=first, jitter_s=every * 0.05)
+        tick_s = self.rota.tick_s
+        add("benches", tick_s, self._run_next_bench, first_s=tick_s, jitter_s=tick_s * 0.05)
         add("inventory", DAY_S, self._reread_inventory, first_s=DAY_S, jitter_s=DAY_S * 0.05)
         add("spool", HOUSEKEEPING_S, self._keep_spool, first_s=HOUSEKEEPING_S, jitter_s=1.0)
         self.schedule.start()
 
-    def _bench_job(self, name: str) -> Callable[[], Awaitable[None]]:
-        async def run() -> None:
+    async def _run_next_bench(self) -> None:
+        name = self.rota.next()
+        if name:
             await self.benches.run(name)
-
-        return run
 
     async def _reread_inventory(self) -> None:
         self.isolation.tell(Command(inventory=True))

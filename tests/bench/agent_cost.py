@@ -21,6 +21,7 @@ import psutil
 
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet.v1 import ingest_pb2_grpc as pb_grpc
+from gpufleet_agent.benches import BENCHES
 
 CPU_PCT, PSS_MIB, READY_S = 0.5, 64.0, 2.0
 """The budgets."""
@@ -78,7 +79,7 @@ async def _watch(folder: Path, port: int, seconds: float) -> dict[str, float]:
         f'collector = "127.0.0.1:{port}"\ndriver = "simulated"\nstate_dir = "{folder}/state"\n'
         f'runtime_dir = "{folder}/run"\n[simulated]\nscenario = "{folder}/scenario.toml"\nnode = "gpu-a01"\n'
         # benches are no standing process and have their own budget
-        + "".join(f"[benches.{name}]\nenabled = false\n" for name in ("memcpy", "disk_read", "h2d"))
+        + "".join(f"[benches.{name}]\nenabled = false\n" for name in BENCHES)
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(folder / "notify"))

@@ -1,10 +1,18 @@
 """Every micro-benchmark, and the columns of table `bench`."""
 
 from gpufleet.metric import Kind, Metric, Type, Unit
-from gpufleet_agent.benches import disk_read, h2d, memcpy
+from gpufleet_agent.benches import clock, d2h, disk_read, fma, h2d, hbm, memcpy
 from gpufleet_agent.measure import Bench
 
-BENCHES: dict[str, Bench] = {"memcpy": memcpy, "disk_read": disk_read, "h2d": h2d}
+BENCHES: dict[str, Bench] = {
+    "memcpy": memcpy,
+    "disk_read": disk_read,
+    "h2d": h2d,
+    "d2h": d2h,
+    "hbm": hbm,
+    "clock": clock,
+    "fma": fma,
+}
 """Every bench, by name."""
 
 _F, _I, _U, _S = Type.F64, Type.I64, Type.U64, Type.STRING
@@ -13,7 +21,7 @@ _K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE
 METRICS = (
     Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID> or node:."),
     Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one; else empty."),
-    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, memcpy, disk_read."),
+    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, memcpy, disk_read."),
     Metric("version", _S, Unit.TEXT, _K, "Of the bench; another version is another series."),
     Metric("convention", _S, Unit.TEXT, _K, "What counts as a byte moved: copied_once, read_plus_write, ..."),
     Metric("params_hash", _S, Unit.TEXT, _K, "Hash of the parameters; other parameters are another series."),

@@ -20,6 +20,7 @@ EVERY = 6 * 3600.0
 VERSION = "1"
 ON: Literal["host", "gpu"] = "host"
 CONVENTION = "direct_sequential"
+COST_S = 0.0
 PARAMS: Mapping[str, Value] = {"bytes": 64 << 20, "block_bytes": 1 << 20, "repeats": 5}
 
 CACHED = "fadvise_sequential"
@@ -40,33 +41,35 @@ def run(at: Place, params: Mapping[str, Value]) -> tuple[BenchResult, str]:
             if free.f_bavail * free.f_frsize < _ROOM * size:
                 text = f"less than {_ROOM * size >> 20} MiB free in {at.state_dir}"
                 return BenchResult("skipped", None, "GB/s", text), CONVENTION
-            _make(path, size, block)
+            _make(at, path, size, block)
         with mmap.mmap(-1, block) as buffer:
-            samples, convention = _samples(path, buffer, size, int(params["repeats"]))
+            samples, convention = _samples(at, path, buffer, int(params["repeats"]))
     except OSError as error:
         return BenchResult("failed", None, "GB/s", f"{path}: {error.strerror}"), CONVENTION
     middle = sorted(samples)[len(samples) // 2]
     return BenchResult("ok", middle, "GB/s", "", samples, time.perf_counter() - began), convention
 
 
-def _samples(path: Path, buffer: mmap.mmap, size: int, repeats: int) -> tuple[tuple[float, ...], str]:
+def _samples(at: Place, path: Path, buffer: mmap.mmap, repeats: int) -> tuple[tuple[float, ...], str]:
     try:
-        return tuple(_read(path, os.O_DIRECT, buffer, size) for _ in range(repeats)), CONVENTION
+        return tuple(_read(at, path, os.O_DIRECT, buffer) for _ in range(repeats)), CONVENTION
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    return tuple(_read(path, 0, buffer, size) for _ in range(repeats)), CACHED
+    return tuple(_read(at, path, 0, buffer) for _ in range(repeats)), CACHED
 
 
-def _read(path: Path, flag: int, buffer: mmap.mmap, size: int) -> float:
+def _read(at: Place, path: Path, flag: int, buffer: mmap.mmap) -> float:
     """GB/s of one pass."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
     try:
         if not flag:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(fd).st_size
         began = time.perf_counter()
         done = 0
         while done < size:
+            at.check()
             got = os.preadv(fd, [buffer], done)
             if not got:
                 raise OSError(errno.EIO, "the file is shorter than it was")
@@ -76,11 +79,12 @@ def _read(path: Path, flag: int, buffer: mmap.mmap, size: int) -> float:
         os.close(fd)
 
 
-def _make(path: Path, size: int, block: int) -> None:
+def _make(at: Place, path: Path, size: int, block: int) -> None:
     """Write the file under another name first: one cut short by a full disk is never read."""
     draft = path.with_suffix(".new")
     with draft.open("wb") as file:
         for _ in range(0, size, block):
+            at.check()
             file.write(os.urandom(min(block, size)))  # nothing that a file system could squeeze
         file.flush()
         os.fsync(file.fileno())

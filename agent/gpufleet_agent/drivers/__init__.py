@@ -4,7 +4,7 @@ Probes and benches know these shapes and nothing else. A reading is per card, so
 is one card's; "not supported" is a reading (`Null`), not an exception.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,6 +108,14 @@ class Process:
     suspect: str = ""
 
 
+Check = Callable[[], None]
+"""What a bench calls at least every tenth of a second; it raises when somebody else's turn has come."""
+
+
+def go_on() -> None:
+    """The check of a run that nobody interrupts."""
+
+
 @dataclass(frozen=True, slots=True)
 class BenchResult:
     """What a bench measured, or why it could not.
@@ -117,6 +125,9 @@ class BenchResult:
         value: In `unit`; None unless ok.
         reason: One line when not ok.
         samples: The repeats that `value` is the median of.
+        seconds: Time the run took.
+        gpu_seconds: Time the card was kept from others.
+        convention: Where it was not measured by the bench's usual one: another series.
     """
 
     status: str
@@ -126,6 +137,7 @@ class BenchResult:
     samples: tuple[float, ...] = ()
     seconds: float = 0.0
     gpu_seconds: float = 0.0
+    convention: str = ""
 
 
 class Gpu(Protocol):
@@ -216,5 +228,8 @@ class Host(Protocol):
     def process(self, pid: int) -> Row:
         """Who a process belongs to: the columns of probe `job` that are not about a card."""
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
-        """Run a bench that only this driver can (h2d, ...); `unsupported` where it cannot."""
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
+        """Run a bench that only this driver can (h2d, ...); `unsupported` where it cannot.
+
+        What `check` raises ends it, and everything it took of the card is given back.
+        """

@@ -15,6 +15,7 @@ from pathlib import Path
 from gpufleet.metric import Cell, Null, Reason, Row, Value
 from gpufleet_agent.drivers import (
     BenchResult,
+    Check,
     DriverError,
     DriverGone,
     Gpu,
@@ -25,6 +26,7 @@ from gpufleet_agent.drivers import (
     Process,
     Progress,
     Ring,
+    go_on,
 )
 from gpufleet_agent.drivers.amdgpu_files import (
     REFUSED,
@@ -393,7 +395,7 @@ class AmdHost(SysfsHost):
                     used[int(pid), pci] = used.get((int(pid), pci), 0) + int(text)
         return [Process(pid, pci, size) for (pid, pci), size in sorted(used.items())]
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
         """None: this driver reads files."""
         return BenchResult("unsupported", None, "", f"{name} cannot be run on AMD cards")
 

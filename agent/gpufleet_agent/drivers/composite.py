@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpufleet.event import Event
 from gpufleet.metric import Row, Value
-from gpufleet_agent.drivers import BenchResult, DriverError, Gpu, Host, Item, Process
+from gpufleet_agent.drivers import BenchResult, Check, DriverError, Gpu, Host, Item, Process, go_on
 
 _PER_DRIVER = ("driver", "driver_version")
 
@@ -86,13 +86,13 @@ class CompositeHost:
         """Who it belongs to, by /proc."""
         return self._hosts[0].process(pid)
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
         """By the driver of the card that `pci` or `gpu_uuid` names, else by the first that can."""
         wanted = {params.get("pci"), params.get("gpu_uuid")} - {None}
         hosts = [host for host in self._hosts if _has(host, wanted)] if wanted else []
         result = BenchResult("unsupported", None, "", f"no driver can run {name}")
         for host in hosts or self._hosts:
-            result = host.run_bench(name, params)
+            result = host.run_bench(name, params, check)
             if result.status != "unsupported":
                 return result
         return result

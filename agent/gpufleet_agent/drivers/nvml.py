@@ -14,8 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpufleet.event import Event
-from gpufleet.metric import Cell, Null, Reason, Row
+from gpufleet.metric import Cell, Null, Reason, Row, Value
 from gpufleet_agent.drivers import (
+    BenchResult,
+    Check,
     DriverError,
     DriverGone,
     Gpu,
@@ -24,6 +26,7 @@ from gpufleet_agent.drivers import (
     Process,
     Progress,
     Ring,
+    go_on,
     nvidia_cards,
     nvml_health,
     nvml_links,
@@ -147,6 +150,8 @@ class NvmlGpu:
     def read(self, group: str) -> Row:
         """The metrics of "ring", "gpu" or "gpu_health"; nothing for a group that is not read here.
 
+        Group "gate" is for benches: `pids` of whoever holds the card, and `compute_mode`.
+
         Raises:
             Lost, Hung: This card does not answer.
             DriverGone: No card answers any more.
@@ -161,6 +166,8 @@ class NvmlGpu:
             return dict.fromkeys(names, denied)
         if group == "ring":
             return self._read_ring()
+        if group == "gate":
+            return nvml_health.tenants(self.card)
         return self._read_gpu() if group == "gpu" else self._read_health()
 
     def links(self) -> Sequence[Row] | Null:
@@ -408,7 +415,8 @@ class NvmlHost(SysfsHost):
         aside: Progress | None = None,
     ) -> None:
         super().__init__(root)
-        announced = progress or NoProgress()
+        self.root = root
+        self._announced = announced = progress or NoProgress()
         self.sysfs = Sysfs(root, announced, skip)
         # imported here, so that a host without cards does not pay for it
         module = importlib.import_module("pynvml") if library is None else library
@@ -463,6 +471,24 @@ class NvmlHost(SysfsHost):
         except DriverError:
             return ()
         return [process for gpu in gpus for process in gpu.processes()]
+
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
+        """On the card that `pci` or `gpu_uuid` names, through CUDA's driver library.
+
+        Raises:
+            DriverGone: No driver answers.
+        """
+        # imported here: the sampler has no use for it
+        from gpufleet_agent.drivers import cuda
+
+        wanted = params.get("pci") or params.get("gpu_uuid")
+        gpus = self._list()
+        gpu = next((gpu for gpu in gpus if wanted in (gpu.pci, gpu.uuid)), None)
+        if gpu is None:
+            return BenchResult("failed", None, "", f"no card {wanted}: give pci or gpu_uuid")
+        visible = [one.uuid for one in gpus if one.uuid and one.pci not in self.skip]
+        device = self.root / "sys/bus/pci/devices" / gpu.pci
+        return cuda.run_bench(name, params, cuda.Card(gpu.pci, visible, device), self._announced, check)
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`. What it says of lost cards is remembered."""
@@ -702,7 +728,8 @@ _GPU = (
     "clock_reasons", "energy_j_total", "fan_pct", *_ACTIVITY, *_PCIE,
     *(field.name for field in _FIELDS if field.id != 75),
 )  # fmt: skip
-_GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": nvml_health.COLUMNS}
+_GROUPS = {"ring": _RING, "gpu": _GPU, "gpu_health": nvml_health.COLUMNS,
+           "gate": ("pids", "compute_mode")}  # fmt: skip
 
 
 def _absent(cell: Cell) -> bool:

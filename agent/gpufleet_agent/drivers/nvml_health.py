@@ -156,6 +156,26 @@ def listed(card: Card) -> object:
     return card.either("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
 
 
+def tenants(card: Card) -> dict[str, Cell]:
+    """`pids` of all processes that hold the card, whatever for, with spaces between; and `compute_mode`.
+
+    Empty text = nobody; a Null = that cannot be said.
+    """
+    pids: list[str] = []
+    trouble: Null | None = None
+    for kind in ("Compute", "Graphics", "MPSCompute"):
+        name = f"nvmlDeviceGet{kind}RunningProcesses"
+        found = card.either(f"{name}_v3", f"{name}_v2")
+        if isinstance(found, list):
+            pids += [str(number(getattr(entry, "pid", None))) for entry in found]
+        elif isinstance(found, Null) and (kind == "Compute" or found.reason is not Reason.NOT_SUPPORTED):
+            trouble = trouble or found
+    # an entry whose process has no number is a tenant all the same
+    text = " ".join(pid if pid.isdecimal() else "0" for pid in pids)
+    said: Cell = text if text or trouble is None else trouble
+    return {"pids": said, "compute_mode": word(card.ask("nvmlDeviceGetComputeMode"), _COMPUTE)}
+
+
 def _fill(row: dict[str, Cell], name: str, ask: Callable[[], Cell]) -> None:
     """Ask otherwise for what is still not known to be there."""
     if _lacks(row[name]):

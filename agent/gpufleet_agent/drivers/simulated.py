@@ -7,13 +7,13 @@ process started again see one and the same machine.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from typing import Literal
 
 from gpufleet.event import Event
 from gpufleet.metric import Cell, Null, Reason, Row, Value
 from gpufleet_agent.drivers import (
     BenchResult,
+    Check,
     DriverError,
     DriverGone,
     Gpu,
@@ -25,7 +25,9 @@ from gpufleet_agent.drivers import (
     Progress,
     Ring,
     cards,
+    go_on,
     nvidia_cards,
+    simulated_benches,
     simulated_storage,
 )
 from gpufleet_agent.drivers.simulated_health import health
@@ -132,6 +134,11 @@ class SimulatedGpu:
             return self._ring(phase, t)
         if group == "gpu_health":
             return health(self._host.model, phase, t, DRIVER, self._host.library_version())
+        if group == "gate":
+            return {
+                "pids": str(FIRST_PID + self._board.slot) if phase.util else "",
+                "compute_mode": "default",
+            }
         if group != "gpu":
             return {}
         row = self._gpu(phase, t)
@@ -438,39 +445,23 @@ class SimulatedHost:
         """Who it belongs to, as the scenario's loads have it."""
         return self._jobs.process(pid, self.now(), self._phase(), 0.002, 0.004)
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
-        """`h2d` of the card that `pci` or `gpu_uuid` names; `unsupported` for other benches."""
-        if name != "h2d":
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
+        """A bench of the card that `pci` or `gpu_uuid` names; `unsupported` for one that is not simulated."""
+        if name not in simulated_benches.UNITS:
             return BenchResult("unsupported", None, "", f"{name} is not simulated")
+        unit = simulated_benches.UNITS[name]
         wanted = params.get("pci") or params.get("gpu_uuid")
+        check()
         try:
             gpu = next((gpu for gpu in self._list() if wanted in (gpu.pci, gpu.uuid)), None)
             if gpu is None:
-                return BenchResult("failed", None, "GB/s", f"no card {wanted}: give pci or gpu_uuid")
-            phase = gpu.answer("h2d")
+                return BenchResult("failed", None, unit, f"no card {wanted}: give pci or gpu_uuid")
+            phase = gpu.answer(name)
         except Hung as hung:
-            return BenchResult("hung", None, "GB/s", str(hung))
+            return BenchResult("hung", None, unit, str(hung))
         except DriverError as error:
-            return BenchResult("failed", None, "GB/s", f"{error.code}: {error}")
-        return self._h2d(phase, int(params.get("repeats", 5)))
-
-    def _h2d(self, phase: CardPhase, repeats: int) -> BenchResult:
-        t = self.now()
-        rate = cards.h2d_gb_per_s(self.model, phase.board, phase.gen, phase.width) * phase.h2d
-        rate *= 1 + cards.H2D_SPREAD * _bell(phase.board.key ^ 0x42, int(t * 1000))
-        samples = tuple(
-            rate * (1 + 0.002 * _bell(phase.board.key ^ 0x43, int(t * 1000) + repeat))
-            for repeat in range(min(100, max(1, repeats)))
-        )
-        seconds = 0.12 * len(samples)
-        return BenchResult("ok", median(samples), "GB/s", "", samples, seconds, seconds)
+            return BenchResult("failed", None, unit, f"{error.code}: {error}")
+        return simulated_benches.run(name, self.model, phase, self.now(), int(params.get("repeats", 5)))
 
     def _phase(self) -> NodePhase:
         return self._node.at(self.now())
-
-
-def _bell(key: int, count: int) -> float:
-    """About normal with variance 1, never beyond 3.5: the sum of four even numbers."""
-    bits = noise(key, count)
-    total = sum((bits >> shift & 0xFFFF) / 0xFFFF for shift in (0, 16, 32, 48))
-    return (total - 2) * math.sqrt(3)

@@ -14,6 +14,7 @@ from gpufleet.event import Event
 from gpufleet.metric import Cell, Null, Reason, Row, Value
 from gpufleet_agent.drivers import (
     BenchResult,
+    Check,
     DriverError,
     DriverGone,
     Gpu,
@@ -22,6 +23,7 @@ from gpufleet_agent.drivers import (
     Process,
     Progress,
     files,
+    go_on,
 )
 from gpufleet_agent.drivers.canary import NoCanaries, StatCanaries
 from gpufleet_agent.drivers.disks import Disks
@@ -390,7 +392,7 @@ class SysfsHost:
         """Who it belongs to, by /proc."""
         return self.jobs.process(pid)
 
-    def run_bench(self, name: str, params: Mapping[str, Value]) -> BenchResult:
+    def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
         """There is no card to run on."""
         return BenchResult("unsupported", None, "", f"{name} needs a card")
 

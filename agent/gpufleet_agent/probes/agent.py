@@ -27,4 +27,5 @@ METRICS = (
     Metric("reconnects_total", _U, Unit.COUNT, _C, "Times the stream to the collector was opened again.", rollup="delta"),
     Metric("certificate_left_s", _F, Unit.SECOND, _G, "Time until the agent's own certificate ends, negative when it has (openssl x509 -enddate); NULL without TLS.", -1e10, 1e11, "min"),
     Metric("certificate_life_s", _F, Unit.SECOND, _G, "How long it holds in all.", 0, 1e11, "last"),
+    Metric("bench_gpu_s_total", _F, Unit.SECOND, _C, "Time that benches kept cards for themselves, of all cards.", 0, 1e10, "delta"),
 )  # fmt: skip

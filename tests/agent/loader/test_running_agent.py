@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_agent.benches import BENCHES
 
 TRAINS = """
 import gpufleet_loader, sys, time
@@ -57,7 +58,7 @@ def test_training_beside_an_agent(tmp_path: Path) -> None:
     (tmp_path / "agent.toml").write_text(
         f'state_dir = "{state}"\nruntime_dir = "{run}"\ncollector = "127.0.0.1:1"\ndriver = "none"\n'
         "[push]\nseal_s = 0.2\n[probes.loader]\nevery_s = 0.3\n"
-        + "".join(f"[benches.{name}]\nenabled = false\n" for name in ("memcpy", "disk_read", "h2d"))
+        + "".join(f"[benches.{name}]\nenabled = false\n" for name in BENCHES)
     )
     agent = subprocess.Popen(
         [sys.executable, "-m", "gpufleet_agent.main", "run", "--config", str(tmp_path / "agent.toml")],

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_agent.benches import BENCHES
 
 _CODE = {pb.TYPE_F64: "d", pb.TYPE_I64: "q", pb.TYPE_U64: "Q", pb.TYPE_BOOL: "?", pb.TYPE_STRING: "I"}
 
@@ -162,7 +163,7 @@ class Kit:
         if faults is not None:
             top += '\ndriver = "simulated"\n'
             simulated = f'[simulated]\nscenario = "{self.scenario(faults, gpus)}"\nnode = "gpu-a01"\n'
-        benches = "".join(f"[benches.{name}]\nenabled = false\n" for name in ("memcpy", "disk_read", "h2d"))
+        benches = "".join(f"[benches.{name}]\nenabled = false\n" for name in BENCHES)
         path = self.tmp / "agent.toml"
         path.write_text(
             f'state_dir = "{self.state}"\nruntime_dir = "{self.tmp / "run"}"\n'

@@ -17,6 +17,7 @@ from gpufleet_agent import bench
 from gpufleet_agent.bench import Settings, run_bench
 from gpufleet_agent.bench_runner import BenchRunner
 from gpufleet_agent.benches import BENCHES, METRICS, disk_read, memcpy
+from gpufleet_agent.child import module_command
 from gpufleet_agent.drivers import BenchResult
 from gpufleet_agent.guard import HostSettings, SimulatedNode
 from gpufleet_agent.measure import Place, params_hash
@@ -114,7 +115,7 @@ def test_one_bench_at_a_time_on_a_host(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         (row,) = rows(run_bench(settings(tmp_path, "memcpy", force=True)))
-    assert (row["status"], row["reason"]) == ("skipped", "another bench runs")
+    assert (row["status"], row["reason"]) == ("skipped", "another bench runs, or a scheduler holds the lock")
 
 
 def test_h2d_of_simulated_cards_is_a_row_per_card_with_its_state(kit: Any) -> None:
@@ -182,7 +183,6 @@ class Told:
         self.sweeps: list[Sweep] = []
         self.told = told
         self.skip: list[Skip] = []
-        more = {"command": command} if command else {}
         self.runner = BenchRunner(
             host,
             str(kit.tmp),
@@ -191,7 +191,7 @@ class Told:
             self.sweeps.append,
             told,
             self.keep,
-            **more,
+            command or module_command("gpufleet_agent.bench"),
         )
 
     def keep(self, text: str) -> None:
@@ -221,7 +221,7 @@ def test_unsupported_is_told_once_also_over_a_restart(kit: Any) -> None:
         "import sys, msgspec\nfrom gpufleet_agent import bench\nfrom gpufleet_agent.benches import memcpy\n"
         "from gpufleet_agent.drivers import BenchResult\n"
         "memcpy.run = lambda at, params: (BenchResult('unsupported', None, '', 'no way'), '')\n"
-        "bench._too_busy = lambda settings: ''\nbench.main()\n"
+        "bench.host_load = lambda rules: ''\nbench.main()\n"
     )
     command = child(kit, text)
 
@@ -268,6 +268,29 @@ def test_a_driver_that_hangs_as_a_whole_is_not_asked(kit: Any) -> None:
     assert play(lambda: Told(kit, simulated(kit), child(kit, "raise SystemExit(9)")), work).statuses() == [
         "skipped"
     ]
+
+
+def test_that_something_is_skipped_is_told_once_an_hour_or_when_asked(kit: Any) -> None:
+    async def work(told: Told) -> None:
+        told.skip = [Skip("")]
+        for lease in ("", "", "l1", "", "l2"):
+            await told.runner.run("h2d", lease=lease)
+
+    told = play(lambda: Told(kit, simulated(kit), child(kit, "raise SystemExit(9)")), work)
+    assert told.statuses() == ["skipped"] * 3
+
+
+def test_a_bench_that_is_stopped_is_preempted(kit: Any) -> None:
+    async def work(told: Told) -> None:
+        running = asyncio.create_task(told.runner.run("h2d"))
+        while told.runner._child is None:
+            await asyncio.sleep(0.01)
+        told.runner.stop()
+        (row,) = rows(await running)
+        assert (row["status"], row["value"], row["reason"]) == ("preempted", None, "told to stop")
+
+    told = play(lambda: Told(kit, simulated(kit), child(kit, "import time\ntime.sleep(60)\n")), work)
+    assert told.statuses() == ["preempted"]
 
 
 def test_benches_asked_for_at_once_run_one_after_the_other(kit: Any) -> None:
