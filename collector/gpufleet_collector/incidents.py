@@ -168,14 +168,15 @@ class Incidents:
     def closed(self, number: int, at: datetime, cause: str) -> None:
         """A person closed it, and its rows say so already."""
         incident = self._known.get(number)
-        self._members.pop(number, None)
-        if incident is not None:
-            incident.state, incident.resolved_at, incident.cause, incident.updated_at = (
-                "resolved",
-                at,
-                cause,
-                at,
-            )
+        if incident is None:
+            return
+        for finding in incident.active:
+            self._holder.pop(finding.id, None)
+            self._at.get(finding.node, {}).pop(id(incident), None)
+        incident.members.clear()
+        incident.state, incident.cause = "resolved", cause
+        incident.resolved_at = incident.updated_at = at
+        self._may_return(incident)
 
     def save(self, write: duckdb.DuckDBPyConnection) -> None:
         """Write what changed since the last call."""
