@@ -172,11 +172,10 @@ class Incidents:
             return
         for finding in incident.active:
             self._holder.pop(finding.id, None)
-        for node in incident.members:
-            self._at.get(node, {}).pop(id(incident), None)
+            self._at.get(finding.node, {}).pop(id(incident), None)
         incident.members.clear()
-        incident.state, incident.resolved_at, incident.cause = "resolved", at, cause
-        incident.updated_at = at
+        incident.state, incident.cause = "resolved", cause
+        incident.resolved_at = incident.updated_at = at
         self._may_return(incident)
 
     def save(self, write: duckdb.DuckDBPyConnection) -> None:
