@@ -474,7 +474,7 @@ class Incidents:
         if policy is None:
             return False
         if cause.node == COLLECTOR:
-            return effect.rule == cause.rule
+            return policy.covers == "node" and effect.rule == cause.rule
         if _node_of(effect) != cause.node:
             return False
         for rule, code, what, codes in _ALSO:

@@ -32,7 +32,7 @@ _STEP: tuple[Step, ...] = (
 )
 
 STEPS: Mapping[str, tuple[Step, ...]] = {
-    "agent_silent": (("", "see whether the host is up (BMC), then systemctl status fleet-agent on it"),),
+    "agent_silent": (("", "see whether the host is up (BMC), then systemctl status gpufleet-agent on it"),),
     "bandwidth_regression": (("", "run the bench again on the idle node before anything else"), *_CARD),
     "clock_skew": _CLOCK,
     "clock_unsynchronised": _CLOCK,
@@ -42,7 +42,15 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "disk_slow": (("", "read the disk's own log (smartctl -x, nvme smart-log), replace it if that agrees"),),
     "driver_hung": (_REBOOT, _RESEAT, _REPLACE),
     "driver_mismatch": (("reset", "load the new driver once the node is drained (rmmod, modprobe)"), _REBOOT),
+    "agent_dropping": (("", "see why its agent cannot send: network, disk of the spool, collector"),),
+    "agent_restarted": (("", "read why: journalctl -u gpufleet-agent on the host"),),
+    "certificate_expiry": (("", "renew the certificate before it ends"),),
+    "ecc_corrected": _CARD,
     "ecc_uncorrectable": _CARD,
+    "gpu_hot": (("", "look at fans, inlet temperature and the neighbours"), _RESEAT, _REPLACE),
+    "node_rebooted": (("", "read the BMC's event log and the last lines of the boot before"),),
+    "retired_pages": _CARD,
+    "sensor_stuck": _CARD,
     "gpu_downclocked": (
         ("", "see whether anybody set clocks or limits (nvidia-smi -q -d CLOCK,POWER)"),
         *_CARD,

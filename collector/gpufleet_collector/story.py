@@ -13,7 +13,7 @@ import msgspec
 from gpufleet import hostlist
 from gpufleet_collector import ladder
 from gpufleet_collector.domains import Domain, Domains
-from gpufleet_collector.incidents import COLLECTOR, MERGED
+from gpufleet_collector.incidents import MERGED
 
 Row = dict[str, object]
 
@@ -132,7 +132,7 @@ def history(
         }
         if earlier
         else None,
-        "proof": _proof(read, opened, until) if node == COLLECTOR else None,
+        "proof": _proof(read, opened, until) if code == "many_silent" else None,
     }  # fmt: skip
 
 

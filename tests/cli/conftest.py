@@ -142,7 +142,10 @@ class Seed:
                     [number, ago(age), self.findings, f"{rule} fired: {reason}"],
                 )
             write.execute(
-                "INSERT INTO live.finding VALUES (?, ?, ?, ?, ?, ?, ?, 1103, 1755, 'MHz', ?, '{}', ?, ?, ?, "
+                "INSERT INTO live.finding (id, rule, node, entity, state, verdict, code, observed, expected, "
+                "unit, reason, detail, evidence, began_at, fired_at, recovering_at, resolved_at, cause, "
+                "last_evidence_at, updated_at, incident) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, 1103, 1755, 'MHz', ?, '{}', ?, ?, ?, "
                 "NULL, NULL, NULL, ?, ?, ?)",
                 [
                     self.findings, rule, node, entity, state, verdict, code, reason,

@@ -181,6 +181,8 @@ def test_agents_that_come_back_with_backfill_prove_it(desk: Desk) -> None:
     number = desk.incident("(collector)", "agent:", ago(1), "agent_silent")
     assert desk.show(number)["proof"] is None
     with desk.store.transaction() as write:
+        write.execute("UPDATE live.finding SET code = 'many_silent'")
+    with desk.store.transaction() as write:
         for node, lane in (("gpu-001", "backfill"), ("gpu-002", "backfill"), ("gpu-003", "live")):
             row = [node, ago(0.5), lane]
             write.execute("INSERT INTO live.ledger VALUES (?, 's', 1, 'd', 'b', ?, 0, ?, 8)", row)
