@@ -28,17 +28,23 @@ step as (
 ),
 worst as (
     -- where all have one driver, the group that names it
-    select min_by(s, struct_pack(a := round(s.d, 6), b := s.driver is null)) as s, max(s.ok_at) as newest_at, any_value(l.step_ratio) as step_ratio
-    from step s, lim l where s.n >= l.min_cards and s.nodes >= l.min_nodes
+    select s.model, max(s.ok_at) as newest_at, any_value(l.step_ratio) as step_ratio,
+           min_by(s, struct_pack(a := round(s.d, 6), b := s.driver is null))
+               filter (s.n >= l.min_cards and s.nodes >= l.min_nodes) as s,
+           any_value(l.min_cards) as min_cards, any_value(l.min_nodes) as min_nodes
+    from step s, lim l
     group by s.model
 )
-select '' as node, 'domain:model=' || s.model as entity, if(s.d < ln(step_ratio), 'warn', 'ok') as verdict,
-       if(s.d < ln(step_ratio), 'fleet_step', 'as_before') as code, exp(s.d) as observed, 1.0 as expected, 'ratio' as unit,
+select '' as node, 'domain:model=' || model as entity,
+       case when s is null then 'n/a' when s.d < ln(step_ratio) then 'warn' else 'ok' end as verdict,
+       case when s is null then 'too_few' when s.d < ln(step_ratio) then 'fleet_step' else 'as_before' end as code,
+       exp(s.d) as observed, 1.0 as expected, 'ratio' as unit,
        if(s.d < ln(step_ratio), s.ok_at, newest_at) as evidence_at,
-       format('{} of {}: the middle one of {} cards on {} nodes is {:.1f} % {} its baseline{}', s.bench, s.model, s.n, s.nodes,
-              abs(1 - exp(s.d)) * 100, if(s.d < 0, 'below', 'above'),
+       coalesce(format('{} of {}: the middle one of {} cards on {} nodes is {:.1f} % {} its baseline{}', s.bench, model, s.n,
+              s.nodes, abs(1 - exp(s.d)) * 100, if(s.d < 0, 'below', 'above'),
               case when s.driver <> coalesce(s.base_driver, '')
-                   then format(' since driver {} (before: {})', s.driver, s.base_driver) else '' end) as reason,
-       json_object('bench', s.bench, 'key', s.key, 'model', s.model, 'cards', s.n, 'nodes', s.nodes, 'ratio', exp(s.d),
+                   then format(' since driver {} (before: {})', s.driver, s.base_driver) else '' end),
+              format('fewer than {:.0f} cards on {:.0f} nodes have results to compare', min_cards, min_nodes)) as reason,
+       json_object('bench', s.bench, 'key', s.key, 'model', model, 'cards', s.n, 'nodes', s.nodes, 'ratio', exp(s.d),
                    'driver', s.driver, 'baseline_driver', s.base_driver) as detail
-from worst where s is not null;
+from worst;
