@@ -307,15 +307,20 @@ class Store:
             return False
         self.schema_version += 1
         table = self.tables.setdefault(probe, {})
-        for column in added:
+        row = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, now()::TIMESTAMP)"
+        cells = [
+            (
+                probe, column.name, column.type.name.lower(), column.unit, column.kind, column.low,
+                column.high, column.help, column.rollup, place,
+            )
+            for place, column in enumerate(added, len(table))
+        ]  # fmt: skip
+        if cells:
             write.execute(
-                "INSERT INTO live.metric VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, now()::TIMESTAMP)",
-                [
-                    probe, column.name, column.type.name.lower(), column.unit, column.kind, column.low,
-                    column.high, column.help, column.rollup, len(table),
-                ],
-            )  # fmt: skip
-            table[column.name] = column.type
+                f"INSERT INTO live.metric VALUES {', '.join([row] * len(cells))}",
+                [cell for one in cells for cell in one],
+            )
+        table.update((column.name, column.type) for column in added)
         return True
 
     def close(self) -> None:
