@@ -43,8 +43,8 @@ imports: $(READY)
 tests-all: $(READY)
 	$(PYTEST) -m "not gpu"
 
-tests-duckdb-1.5: $(OTHER)   ## the collector's tests on the other major that stores must open in
-	PYTHONPATH=$(OTHER) $(PYTEST) -m "not gpu" tests/collector
+tests-duckdb-1.5: $(OTHER)   ## the collector's fast tests on the other major that stores must open in
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not slow and not gpu" tests/collector
 
 TORCH_PYTHON ?= python3
 

@@ -230,7 +230,7 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
             probe error
         """,
         f64="""
-            seconds cpu_s_total spool_oldest_s certificate_left_s certificate_life_s
+            seconds cpu_s_total spool_oldest_s certificate_left_s certificate_life_s bench_gpu_s_total
         """,
         u64="""
             rows pss_bytes sampler_restarts_total spool_batches spool_bytes spool_dropped_total

@@ -38,7 +38,7 @@ worst as (
 select '' as node, 'domain:model=' || model as entity,
        case when s is null then 'n/a' when s.d < ln(step_ratio) then 'warn' else 'ok' end as verdict,
        case when s is null then 'too_few' when s.d < ln(step_ratio) then 'fleet_step' else 'as_before' end as code,
-       exp(s.d) as observed, 1.0 as expected, 'ratio' as unit,
+       exp(s.d) as observed, 1.0::double as expected, 'ratio' as unit,
        if(s.d < ln(step_ratio), s.ok_at, newest_at) as evidence_at,
        coalesce(format('{} of {}: the middle one of {} cards on {} nodes is {:.1f} % {} its baseline{}', s.bench, model, s.n,
               s.nodes, abs(1 - exp(s.d)) * 100, if(s.d < 0, 'below', 'above'),

@@ -24,7 +24,7 @@ worst as (
     select max_by(f, struct_pack(a := down, b := -net, c := key)) as f from fell f group by node
 )
 select f.node as node, 'node:' as entity, if(f.down, 'warn', 'ok') as verdict,
-       if(f.down, 'host_slower', 'as_before') as code, exp(f.net) as observed, 1.0 as expected, 'ratio' as unit,
+       if(f.down, 'host_slower', 'as_before') as code, exp(f.net) as observed, 1.0::double as expected, 'ratio' as unit,
        if(f.down, f.down_at, f.ok_at) as evidence_at,
        format('{}: {} of {} cards are slower; the middle one is {:.1f} % {} its baseline{}', f.bench, f.n_down, f.n,
               abs(1 - exp(f.net)) * 100, if(f.net < 0, 'below', 'above'),
