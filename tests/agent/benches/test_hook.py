@@ -13,6 +13,8 @@ import pytest
 
 from gpufleet_agent import hook
 
+pytestmark = pytest.mark.slow  # each is a process that a scheduler would start
+
 LISTED = "number nvmlDeviceGetComputeRunningProcesses_v3"
 
 

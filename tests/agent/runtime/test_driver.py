@@ -15,6 +15,8 @@ import pytest
 
 from gpufleet_agent.control import ControlError, ask, seconds
 
+pytestmark = pytest.mark.slow  # each is an agent that goes through a fault in real time
+
 QUIET = {"agent_start", "agent_stop", "xid"}
 
 

@@ -66,6 +66,7 @@ def test_a_silent_node_takes_over_what_has_just_begun(fleet: "Fleet", judge: Jud
     assert {row[2] for row in fleet.findings("gpu_missing")} == {"firing"}, "gone silent keeps firing"
 
 
+@pytest.mark.slow
 def test_a_cause_that_ends_leaves_the_incident_to_what_remains(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=4)
     card = node.cards[0]
@@ -81,6 +82,7 @@ def test_a_cause_that_ends_leaves_the_incident_to_what_remains(fleet: "Fleet", j
     assert "Card missing" in str(fleet.sql("SELECT title FROM incident")[0][0])
 
 
+@pytest.mark.slow
 def test_an_old_trouble_is_not_swallowed(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=4)
     node.cards[0].state = "lost"
@@ -126,6 +128,7 @@ def test_same_cause_within_30_minutes_is_the_same_incident(fleet: "Fleet", judge
     assert [word for word in words if word != "finding_recovering"] == ["opened", *once, "reopened", *once]
 
 
+@pytest.mark.slow
 def test_numbers_survive_restarts(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=4).cards
     for number, card in enumerate(cards, 1):
@@ -186,6 +189,7 @@ def test_a_store_that_was_opened_again_or_begun_anew(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_worse_raises_the_incident(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[0]
     fleet.baseline("gpu-001", card.entity, "sm_clock_busy_mhz", 1950.0)

@@ -23,6 +23,8 @@ from gpufleet_collector.rules import Rule, load_rules, parse_rule, reads
 from gpufleet_collector.sandbox import Refused, TimedOut
 from gpufleet_collector.store import LIVE, Column, Store
 
+pytestmark = pytest.mark.slow  # each replay is a process of its own
+
 T0 = datetime(2026, 3, 1, 12, 0, 0)
 
 HEADER = """/*
