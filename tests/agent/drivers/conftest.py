@@ -123,7 +123,7 @@ _HOST = {
     "proc/sys/kernel/hostname": "gpu-a01\n",
     "proc/sys/kernel/osrelease": "6.8.0-60-generic\n",
     "proc/sys/kernel/random/boot_id": "1d9051fe-4ab7-464d-96ab-144fcdc4c138\n",
-    "etc/machine-id": "3d1219c7c4c5404aaa1f6d2a48adfda4\n",
+    "etc/machine-id": "5b0e6d1f27a94c83b6d2e4f8091a3c57\n",
     "etc/os-release": 'NAME="Debian GNU/Linux"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n',
     "sys/class/dmi/id/sys_vendor": "Supermicro\n",
     "sys/class/dmi/id/product_name": "To Be Filled By O.E.M.\n",

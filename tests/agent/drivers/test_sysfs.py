@@ -206,7 +206,7 @@ def test_the_node(tree: Tree) -> None:
     assert item.entity == "node:"
     assert item.attributes == {
         "hostname": "gpu-a01",
-        "machine_id": "3d1219c7c4c5404aaa1f6d2a48adfda4",
+        "machine_id": "5b0e6d1f27a94c83b6d2e4f8091a3c57",
         "boot_id": "1d9051fe-4ab7-464d-96ab-144fcdc4c138",
         "kernel": "6.8.0-60-generic",
         "architecture": os.uname().machine,
