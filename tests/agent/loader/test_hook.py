@@ -242,6 +242,9 @@ def test_a_stopped_agent_blocks_nobody_and_loses_no_total(trainer: Any, socket_p
     try:
         assert agent.stdout.readline() == "ready\n"
         os.kill(agent.pid, signal.SIGSTOP)
+        # the call returns before the last thread has stopped, which may still read for a while
+        while any(" T " not in path.read_text() for path in Path(f"/proc/{agent.pid}/task").glob("*/stat")):
+            time.sleep(0.01)
         sent, send = [], trainer.hook._send
 
         def counted(data: bytes) -> bool:
