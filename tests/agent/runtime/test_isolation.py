@@ -393,6 +393,8 @@ def test_B07_a_card_that_hangs_in_its_health_is_left_out_alone(tmp_path: Path, k
         stage.flag.touch()
 
     play(stage, work)
+    assert stage.kinds()[0] == "driver_hung"
+    assert stage.kinds().count("driver_hung") == 1
 
 
 def test_a_kernel_log_that_hangs_is_left_out_and_taken_up_where_it_was(tmp_path: Path, kit: Any) -> None:

@@ -176,6 +176,7 @@ def test_G01_without_the_server_half_of_the_pair_it_would_not(kit: Kit) -> None:
             agent = kit.agent(kit.settings(address, options=quick(CHANNEL_OPTIONS)))
             async with kit.pushing(agent):
                 await kit.until(lambda: "oo many pings" in agent.push.state or collector.streams > 1)
+            assert collector.received == []
 
     kit.run(work())
 
@@ -357,7 +358,9 @@ def test_a_collector_that_never_welcomes_is_left(kit: Kit) -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:  # the kernel accepts, nobody answers
             agent = kit.agent(kit.settings(f"127.0.0.1:{mute.getsockname()[1]}", welcome_timeout_s=0.3))
             async with kit.pushing(agent):
+                agent.put()
                 await kit.until(lambda: "no Welcome" in agent.push.state)
+                assert agent.spool.pending() == 1, "what nobody took is kept"
 
     kit.run(work())
 
@@ -478,7 +481,9 @@ def test_plain_text_to_another_machine_is_not_sent(kit: Kit) -> None:
     async def work() -> None:
         agent = kit.agent(kit.settings("192.0.2.1:7443"))
         async with kit.pushing(agent):
+            agent.put()
             await kit.until(lambda: "not loopback" in agent.push.state)
+            assert agent.spool.pending() == 1, "what may not be sent is kept"
 
     kit.run(work())
 

@@ -213,6 +213,7 @@ def test_the_log_is_empty_after_tables_changed(kit: Kit) -> None:
     kit.agent(running.address).hello()
     wal = kit.tmp / "fleet.duckdb.wal"
     kit.until(lambda: not wal.exists() or wal.stat().st_size < 4096)
+    assert "gpu" in running.collector.store.tables, "tables did change"
 
 
 def _fail_after_making_a_table(store: Store) -> None:

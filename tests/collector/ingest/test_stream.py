@@ -139,6 +139,7 @@ def test_streams_that_end_and_are_cancelled_at_once_are_gone(kit: Kit) -> None:
             agent.wait(turn)
             agent.close()  # half-closes and cancels
         kit.until(lambda: not any(state.connected for state in running.state.nodes().values()))
+        assert all(agent.acked == [turn] for agent in agents)
         kit.agents.clear()
 
 
