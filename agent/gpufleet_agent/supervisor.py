@@ -153,18 +153,7 @@ class Supervisor:
         self.rota = Rota(
             {name: periodic.every_s for name, periodic in enabled.items()}, config.gate.gpu_s_per_hour
         )
-        self.benches = BenchRunner(
-            host,
-            config.state_dir,
-            bench_lock,
-            self.episodes.skip_list,
-            self._take,
-            spool.get_meta("unsupported") or "",
-            lambda text: spool.set_meta("unsupported", text),
-            bench,
-            config.gate,
-            self.rota,
-        )
+        self.benches = self._bench_runner(host, bench_lock, bench)
         self.directives = Directives(self.benches, self.isolation, self._release)
         socket = Path(config.runtime_dir) / CONTROL_NAME
         self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
@@ -181,6 +170,21 @@ class Supervisor:
             "seal": self._seal_if_due,
             "status": self._tell_status,
         }
+
+    def _bench_runner(self, host: HostSettings, bench_lock: str, bench: Sequence[str]) -> BenchRunner:
+        """What runs benches, with what it told already when the agent last ran."""
+        return BenchRunner(
+            host,
+            self.config.state_dir,
+            bench_lock,
+            self.episodes.skip_list,
+            self._take,
+            self.spool.get_meta("unsupported") or "",
+            lambda text: self.spool.set_meta("unsupported", text),
+            bench,
+            self.config.gate,
+            self.rota,
+        )
 
     def _take_up_episodes(self) -> Episodes:
         """What was hung or lost when the agent last ran."""
