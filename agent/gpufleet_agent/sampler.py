@@ -12,8 +12,9 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -229,7 +230,7 @@ class Sampler:
             self._inventory_wanted = False
             # without bus or ports if their probe does not run: it is left out where it hangs
             bus, ports = "pci" in self._probes, "port" in self._probes
-            self._send(read_inventory(self._host, self._begin, bus=bus, ports=ports))
+            self._send(read_inventory(self._host, self._begin, self._complain, bus=bus, ports=ports))
 
     def _send(self, message: pipe.Message) -> None:
         if self._progress:
@@ -275,57 +276,77 @@ _PORT_ATTRIBUTES = {
 def read_inventory(
     host: GuardedHost,
     begin: Callable[[str], None] = lambda phase: None,
+    complain: Callable[[str], None] = log.warning,
     *,
     bus: bool = True,
     ports: bool = True,
 ) -> pipe.Inventory:
-    """Everything the host is made of. Without a card that does not answer it is marked incomplete.
+    """Everything the host is made of. Without what does not answer it is marked incomplete.
 
     Args:
         host: What to read.
         begin: Told what is being read, so that a hang is put down to the right thing.
+        complain: Told of errors of our own.
         bus: Whether to read what is on the bus.
         ports: Whether to read the network ports.
     """
     ts_us = wall_us()
-    begin("inventory")
-    items = [host.node()]
+    items: list[Item] = []
     complete = host.whole and bus
-    begin("probe pci")
-    for row in host.pci_devices() if bus else ():
-        # what a link can do is told as it was last seen: a device that sleeps or left does not say
-        cells = {key: row.get(f"{key}_seen", row.get(key)) for key in _BUS_ATTRIBUTES}
-        found = {key: str(cell) for key, cell in cells.items() if isinstance(cell, str | int)}
-        items.append(Item(f"pci:{found.get('pci', '')}", found))
-    begin("probe port")
-    items += _ports(host) if ports else []
-    begin("inventory")
-    for kind in ("dimm", "disk", "mount"):
-        for row in host.rows(f"{kind}_item"):
-            found = {name: str(value) for name, value in row.items() if name != kind}
-            items.append(Item(f"{kind}:{row[kind]}", found))
-    try:
-        gpus = host.gpus()
-    except DriverError:
-        return pipe.Inventory(ts_us, False, items)
-    for gpu in gpus:
+    parts: list[tuple[str, Callable[[], Iterable[Item | None]]]] = [
+        ("inventory", lambda: [host.node()]),
+        *([("probe pci", lambda: _bus(host))] if bus else []),
+        *([("probe port", lambda: _ports(host))] if ports else []),
+        *(("inventory", partial(_things, host, kind)) for kind in ("dimm", "disk", "mount")),
+        ("inventory", lambda: _cards(host)),
+    ]
+    for phase, read in parts:
+        begin(phase)
         try:
-            attributes = dict(gpu.identity()) | dict(nvlink.attributes(host, gpu))
+            for item in read():
+                if item is None:
+                    complete = False
+                else:
+                    items.append(item)
         except DriverError:
             complete = False
-            continue
-        items.append(Item(f"gpu:{gpu.uuid}", attributes))
+        except Exception as error:
+            complete = False
+            complain(f"inventory: {type(error).__name__}: {error}")
     return pipe.Inventory(ts_us, complete, items)
 
 
-def _ports(host: GuardedHost) -> list[Item]:
+def _bus(host: GuardedHost) -> Iterator[Item]:
+    """What a link can do is told as it was last seen: a device that sleeps or left does not say."""
+    for row in host.pci_devices():
+        cells = {key: row.get(f"{key}_seen", row.get(key)) for key in _BUS_ATTRIBUTES}
+        found = {key: str(cell) for key, cell in cells.items() if isinstance(cell, str | int)}
+        yield Item(f"pci:{found.get('pci', '')}", found)
+
+
+def _ports(host: GuardedHost) -> Iterator[Item]:
     """One per port: what it is, and what it was at its best."""
-    items: list[Item] = []
     for row in host.rows("port"):
         cells = {name: row.get(cell) for cell, name in _PORT_ATTRIBUTES.items()}
         found = {name: _words(cell) for name, cell in cells.items() if isinstance(cell, str | int | float)}
-        items.append(Item(f"port:{found['device']}/{found['port']}", {k: v for k, v in found.items() if v}))
-    return items
+        yield Item(f"port:{found['device']}/{found['port']}", {k: v for k, v in found.items() if v})
+
+
+def _things(host: GuardedHost, kind: str) -> Iterator[Item]:
+    for row in host.rows(f"{kind}_item"):
+        found = {name: str(value) for name, value in row.items() if name != kind}
+        yield Item(f"{kind}:{row[kind]}", found)
+
+
+def _cards(host: GuardedHost) -> Iterator[Item | None]:
+    """None for a card that does not say who it is; the others go on."""
+    for gpu in host.gpus():
+        try:
+            attributes = dict(gpu.identity()) | dict(nvlink.attributes(host, gpu))
+        except DriverError:
+            yield None
+        else:
+            yield Item(f"gpu:{gpu.uuid}", attributes)
 
 
 def _words(cell: Value) -> str:

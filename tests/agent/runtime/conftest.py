@@ -109,6 +109,17 @@ class Running:
         except psutil.NoSuchProcess:
             return []
 
+    def child(self) -> psutil.Process:
+        """Its one child, waited for: a sampler that just ended is started again in a moment."""
+        found: list[psutil.Process] = []
+
+        def one() -> bool:
+            found[:] = self.children()
+            return len(found) == 1
+
+        wait_for(one)
+        return found[0]
+
     def end(self, timeout_s: float = 20.0) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
@@ -211,9 +222,14 @@ class Kit:
         for systemd in self.systemds:
             systemd.close()
 
+    def tracebacks(self) -> list[str]:
+        """What no agent may print, whatever its host does: a sampler that ends by itself prints one."""
+        return [log for log in (one.errors() for one in self.running) if "Traceback" in log]
+
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Iterator[Kit]:
     made = Kit(tmp_path)
     yield made
     made.close()
+    assert made.tracebacks() == []

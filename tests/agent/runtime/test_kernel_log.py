@@ -57,7 +57,7 @@ def test_K05_what_the_kernel_wrote_before_the_agent_and_since_is_told_once_whate
     kit.wait_for(lambda: codes(kit).total() == 2)
     machine.xids(43)
     kit.wait_for(lambda: codes(kit).total() == 3)
-    (sampler,) = agent.children()
+    sampler = agent.child()
     sampler.kill()
     machine.xids(45)
     kit.wait_for(lambda: codes(kit).total() == 4)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpufleet_agent
-from gpufleet.metric import Row
+from gpufleet.metric import Null, Row, Value
 from gpufleet_agent import probe, sampler
-from gpufleet_agent.drivers import Host
+from gpufleet_agent.drivers import DriverError, Host, Item
 from gpufleet_agent.drivers.sysfs import SysfsHost
 from gpufleet_agent.guard import GuardedHost, HostSettings
 from gpufleet_agent.pipe import Command, Frames, Inventory, Message, Skip
@@ -250,3 +250,43 @@ def test_B05_a_driver_that_is_skipped_is_an_error_of_the_sweep_and_not_zero_card
 
 def _pci(index: int) -> str:
     return parse(SCENARIO).host("a", lambda: 0.0, 0).gpus()[index].pci
+
+
+class Broken(SysfsHost):
+    """A host of which one part raises, whatever it raises."""
+
+    def __init__(self, root: Path, part: str, error: Exception) -> None:
+        super().__init__(root)
+        self._part, self._error = part, error
+
+    def node(self) -> Item:
+        self._fail("node")
+        return super().node()
+
+    def pci_devices(self) -> Iterable[Mapping[str, Value | Null]]:
+        self._fail("pci_devices")
+        return super().pci_devices()
+
+    def rows(self, group: str) -> Iterable[Mapping[str, Value | Null]]:
+        self._fail(group)
+        return super().rows(group)
+
+    def _fail(self, part: str) -> None:
+        if part == self._part:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [DriverError("no_sysfs", "x"), OSError("x"), KeyError("x")])
+@pytest.mark.parametrize("part", ["node", "pci_devices", "port", "dimm_item", "disk_item", "mount_item"])
+def test_a_part_of_the_host_that_cannot_be_read_costs_the_inventory_nothing_else(
+    tree: Any, part: str, error: Exception
+) -> None:
+    root = tree("hgx-h100")
+    whole = {item.entity for item in sampler.read_inventory(GuardedHost(SysfsHost(root))).items}
+    said: list[str] = []
+    found = sampler.read_inventory(GuardedHost(Broken(root, part, error)), complain=said.append)
+    kind = {"pci_devices": "pci", "node": "node"}.get(part, part.removesuffix("_item"))
+    assert not found.complete
+    entities = {item.entity for item in found.items}
+    assert entities == {entity for entity in whole if not entity.startswith(f"{kind}:")}
+    assert len(said) == (0 if isinstance(error, DriverError) else 1)
