@@ -1,5 +1,6 @@
 """The demo: its expectations, its real processes, and what is left when it ends."""
 
+import contextlib
 import json
 import os
 import re
@@ -217,8 +218,11 @@ def start(*words: str, tmp: Path) -> "subprocess.Popen[str]":
 
 
 def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(word) for task in tasks for word in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread may end while we look
+            found += [int(word) for word in task.read_text().split()]
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 import time
 from datetime import UTC, datetime, tzinfo
 
@@ -53,8 +52,8 @@ def test_T01_a_step_neither_stops_nor_bursts_a_job(step_s: float, monkeypatch: p
         return jobs
 
     jobs = asyncio.run(play())
-    gaps = [after - before for before, after in itertools.pairwise(ran)]
-    assert min(gaps) > 0.05  # no burst
+    # no burst: a run that is late may be close to the next, but never three together
+    assert all(third - first > 0.15 for first, third in zip(ran, ran[2:], strict=False))
     assert 4 <= len(ran) <= 11  # 2.05 s at 0.2 s, on a busy machine too
     assert jobs.runs("yearly") == 0  # an hour has not passed, whatever the wall says
 

@@ -85,7 +85,8 @@ def test_T01_a_step_is_one_event_and_no_gap_and_no_burst(kit: Any, step_s: int) 
     gaps = [after - before for before, after in itertools.pairwise(stamps)]
     assert sorted(gaps)[len(gaps) // 2] == pytest.approx(500_000, rel=0.3)
     assert max(gaps) < 2 * 500_000 + 2_000_000  # room for a busy machine
-    assert min(gaps) > 100_000
+    # no burst: a sweep that is late may be close to the next, but never three together
+    assert all(third - first > 400_000 for first, third in zip(stamps, stamps[2:], strict=False))
 
 
 class Blocked:
@@ -144,12 +145,10 @@ def test_W01_a_stuck_supervisor_ends_the_pings(kit: Any, monkeypatch: pytest.Mon
 
     async def work(supervisor: Supervisor) -> None:
         await until(lambda: systemd.count("WATCHDOG=1") >= 3)
-        began = time.monotonic()
+        before = systemd.count("WATCHDOG=1")
         time.sleep(1.5)  # a duty that blocks the whole loop
-        ended = time.monotonic()
-        systemd.listen()
-        assert not [at for at, line in systemd.heard if "WATCHDOG=1" in line and began < at < ended]
-        await until(lambda: systemd.count("WATCHDOG=1") >= 6)
+        assert systemd.count("WATCHDOG=1") == before
+        await until(lambda: systemd.count("WATCHDOG=1") >= before + 3)
 
     play(lambda: made(kit, notifier), work)
 
@@ -171,7 +170,7 @@ def test_W01_a_duty_that_fails_at_each_round_ends_the_pings_and_not_the_agent(
         counts.append(systemd.count("WATCHDOG=1"))
         await asyncio.sleep(1.0)
         counts.append(systemd.count("WATCHDOG=1"))
-        assert supervisor.errors_total > 5
+        await until(lambda: supervisor.errors_total > 5)
 
     play(lambda: made(kit, notifier, patience=Patience(duty_s=0.5, stop_s=0.0)), work)
     assert counts[0] == counts[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -201,6 +203,15 @@ def test_a_spool_that_another_simulation_holds_is_an_error(kit: Kit) -> None:
     kit.run(work())
 
 
+def batches(path: Path) -> int:
+    """How many lie in a spool that is being written."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            return int(db.execute("select count(*) from batch").fetchone()[0])
+    except sqlite3.OperationalError:  # not there yet
+        return 0
+
+
 def test_without_a_collector_everything_waits_in_the_spool(kit: Kit, tmp_path: Path) -> None:
     async def work() -> None:
         path = tmp_path / "s.toml"
@@ -216,7 +227,8 @@ def test_without_a_collector_everything_waits_in_the_spool(kit: Kit, tmp_path: P
                 every_s=QUICK,
             )
         )
-        await asyncio.sleep(1.0)
+        waiting = tmp_path / "state" / "one.spool"
+        await kit.until(lambda: batches(waiting) >= 4)
         stop.set()
         await playing
         spool = Spool.open(

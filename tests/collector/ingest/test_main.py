@@ -186,7 +186,7 @@ def test_W01_pings_only_while_the_committer_gets_on(kit: Kit, tmp_path: Path) ->
     gaps = sorted(after - before for before, after in pairwise(pings))
     assert gaps[len(gaps) // 2] < 0.25
     assert process.stop() == 0
-    assert told.count("STOPPING=1") == 1
+    kit.until(lambda: told.count("STOPPING=1") == 1)
     told.socket.close()
 
 
