@@ -257,7 +257,7 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(90)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())
@@ -278,7 +278,7 @@ class Served:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(90)
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_nothing_is_left_when_it_ends(tmp_path: Path, number: int) -> None:
 def test_a_demo_whose_collector_dies_says_so(tmp_path: Path) -> None:
     demo = start("--check", tmp=tmp_path)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while len(children := children_of(demo.pid)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -24,12 +24,18 @@ def nobody() -> str:
 
 
 @pytest.fixture
-def deaf() -> Iterator[str]:
-    """A port that takes connections and says nothing."""
+def mute() -> Iterator[socket.socket]:
+    """Listens, and never says a word."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(8)
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+        yield server
+
+
+@pytest.fixture
+def deaf(mute: socket.socket) -> str:
+    """A port that takes connections and says nothing."""
+    return f"127.0.0.1:{mute.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -165,16 +171,18 @@ def test_usage_as_json() -> None:
     assert json.loads(result.stdout)["error"]["code"] == "usage"
 
 
-def test_ctrl_c_is_130(deaf: str) -> None:
+def test_ctrl_c_is_130(mute: socket.socket, deaf: str) -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "gpufleet_cli.main", "--server", deaf, "--timeout", "60", "status"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(1.5)
-        child.send_signal(2)
-        _, complaint = child.communicate(timeout=20)
+        mute.settimeout(60)
+        with mute.accept()[0]:  # it has started and waits for an answer
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(1.0)
+            child.send_signal(2)
+            _, complaint = child.communicate(timeout=60)
     finally:
         child.kill()
     assert child.returncode == 130

@@ -117,12 +117,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(90)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("GPUFLEET_SERVER", f"127.0.0.1:{port}")
     yield lambda *words: CliRunner().invoke(fleet, list(words), prog_name="fleet")
     loop.call_soon_threadsafe(stopping.set)
-    thread.join(20)
+    thread.join(90)
     store.close()
 
 

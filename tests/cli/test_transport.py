@@ -59,7 +59,7 @@ def address(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> 
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(90)
     yield f"localhost:{found[0]}"
     loop.call_soon_threadsafe(stop.set)
     thread.join()
@@ -105,7 +105,7 @@ def test_watch_appends_documents_to_a_pipe(address: str, authority: trustme.CA, 
         seen = [json.loads(watching.stdout.readline()) for _ in range(2)]
         assert seen[0]["generated_at"] < seen[1]["generated_at"]
         watching.send_signal(2)
-        _, complaint = watching.communicate(timeout=20)
+        _, complaint = watching.communicate(timeout=90)
     finally:
         watching.kill()
     assert watching.returncode == 130

@@ -111,7 +111,7 @@ class Fleet:
         """Send `how` to one process we started and wait for it; its exit code."""
         process = self.running.pop(name)
         process.send_signal(how)
-        return process.wait(timeout=20)
+        return process.wait(timeout=90)
 
     def fleet(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.command("gpufleet_cli.main", *arguments, check=check)
@@ -141,7 +141,7 @@ class Fleet:
     def sql(self, query: str) -> list[dict[str, object]]:
         return self.items("sql", query)
 
-    def wait(self, what: str, found: Callable[[], bool], seconds: float = 60) -> None:
+    def wait(self, what: str, found: Callable[[], bool], seconds: float = 90) -> None:
         """Until `found()`; a collector that does not answer yet counts as not found."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -158,7 +158,7 @@ class Fleet:
         for process in self.running.values():
             process.kill()
         for process in self.running.values():
-            process.wait(timeout=20)
+            process.wait(timeout=90)
 
 
 @pytest.fixture

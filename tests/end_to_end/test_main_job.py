@@ -37,7 +37,6 @@ def twice(fleet: "Fleet") -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_three_agents_one_collector_one_scenario(fleet: "Fleet") -> None:
     lists = [str(fleet.folder / "cards.csv"), str(fleet.folder / "baselines.csv")]
     fleet.command("gpufleet_agent.main", "simulate", str(SCENARIO), "--inventory-csv", lists[0])
@@ -104,7 +103,6 @@ def test_three_agents_one_collector_one_scenario(fleet: "Fleet") -> None:
     assert fleet.kill("collector", signal.SIGTERM) == 0
 
 
-@pytest.mark.timeout(120)
 def test_S01_a_second_process_is_told_what_to_do(fleet: "Fleet") -> None:
     fleet.start_collector()
     fleet.wait("the collector answers", lambda: fleet.fleet("version", check=False).returncode == 0)

@@ -19,7 +19,6 @@ def lost(fleet: "Fleet", *words: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_people_and_a_lost_card(fleet: "Fleet") -> None:
     cards = str(fleet.folder / "cards.csv")
     fleet.command("gpufleet_agent.main", "simulate", str(SCENARIO), "--inventory-csv", cards)

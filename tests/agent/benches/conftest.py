@@ -130,7 +130,7 @@ class Rig:
         return self.rows(self.start(self.settings(bench, **{"force": True, **more})))
 
     @staticmethod
-    def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def wait_for(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "it did not happen"
@@ -140,7 +140,7 @@ class Rig:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
-            process.wait(30)
+            process.wait(90)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()

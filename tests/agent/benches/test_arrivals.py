@@ -90,6 +90,9 @@ def test_no_real_run_beside_a_job_has_a_value(rig: Any, seed: int) -> None:
         assert copies[-1] < came, "measured beside a job"
     else:
         assert row["value"] is None
+    if row["status"] == "failed":  # on a machine so slow that the run had its time first
+        assert row["reason"].startswith("it took longer than its")
+        return
     assert (
         row["status"]
         in {

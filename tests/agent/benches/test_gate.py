@@ -234,10 +234,10 @@ def test_M01_a_scheduler_that_wants_the_lock_gets_it_at_once(tmp_path: Path) -> 
                 why = str(preempted)
         assert why == "the lock is wanted"
         lock.release()
-        assert prolog.wait(20) == 0
+        assert prolog.wait(90) == 0
     finally:
         prolog.kill()
-        prolog.wait(20)
+        prolog.wait(90)
 
 
 def test_a_lock_that_a_prolog_holds_keeps_benches_out(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ Make = Callable[..., Systemd]
 
 def answered(systemd: Systemd, name: str = "units_failed") -> Cell:
     """Read until an answer is there: nothing is waited for inside."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 90
     while True:
         cell = systemd.read()[name]
         if cell != NOT_YET or time.monotonic() > until:
@@ -127,7 +127,7 @@ def test_systemd_is_asked_when_the_agent_is_up_and_then_rarely(
     assert asked.read_text() == "x"
     clock.t += EVERY_S
     made.read()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 90
     while asked.read_text() != "xx" and time.monotonic() < until:
         time.sleep(0.02)
         made.read()
@@ -166,7 +166,7 @@ def test_a_tool_that_hangs_is_not_waited_for(systemd: Make, clock: "Clock") -> N
     clock.t += 1
     assert made.read()["units_failed"] == Null(Reason.FAILED, "deadline")
     assert time.monotonic() - begun < 60
-    until = time.monotonic() + 20
+    until = time.monotonic() + 90
     while made.read()["units_failed"] == Null(Reason.FAILED, "deadline") and time.monotonic() < until:
         time.sleep(0.02)  # until it is gone
 

@@ -100,7 +100,7 @@ def test_a_change_is_told_at_once(scenario: Scenario) -> None:
     sampler._send = send  # type: ignore[method-assign]
     thread = threading.Thread(target=sampler.forever)
     thread.start()
-    thread.join(20)
+    thread.join(90)
     for end in (outer, inner, heard, commands):
         os.close(end)
     assert counts == [(40.0, 4), (50.0, 3), (80.0, 3)]

@@ -135,7 +135,7 @@ class Agent:
         self,
         what: Callable[[Mapping[str, Row]], bool],
         trainer: Trainer | None = None,
-        timeout_s: float = 20.0,
+        timeout_s: float = 90.0,
     ) -> Mapping[str, Row]:
         """The rows by loader, once they are as they should be: the thread behind the socket has its pace.
 

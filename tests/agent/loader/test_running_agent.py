@@ -46,7 +46,7 @@ def spooled(path: Path, probe: str) -> list[dict[str, str]]:
     return found
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -89,7 +89,7 @@ def test_training_beside_an_agent(tmp_path: Path) -> None:
         # the sampler looked for workers
         until(lambda: any(row["probe"] == "loader" for row in spooled(state / "spool.db", "agent")))
         agent.send_signal(signal.SIGTERM)
-        _, errors = agent.communicate(timeout=20)
+        _, errors = agent.communicate(timeout=90)
         assert agent.returncode == 0
         assert b"Traceback" not in errors
         assert not (run / "loader.sock").exists()

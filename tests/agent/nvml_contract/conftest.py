@@ -70,7 +70,7 @@ class Reader:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(90)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             try:

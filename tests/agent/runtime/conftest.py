@@ -120,7 +120,7 @@ class Running:
         wait_for(one)
         return found[0]
 
-    def end(self, timeout_s: float = 20.0) -> int:
+    def end(self, timeout_s: float = 90.0) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
@@ -128,7 +128,7 @@ class Running:
         return self.log.read_text()
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     """Until it holds; a time limit against hanging, not a measurement."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -215,7 +215,7 @@ class Kit:
             children = one.children()
             if one.process.poll() is None:
                 one.process.kill()
-            one.process.wait(10)
+            one.process.wait(90)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()

@@ -27,6 +27,10 @@ def fault(kind: str, at: float, until: float | None = None, gpu: object = None, 
     return text + (f"params = {{ {params} }}\n" if params else "")
 
 
+AT_S = 7.0
+"""When a fault begins: well after an agent has read its cards once, also on a busy machine."""
+
+
 def events(kit: Any) -> list[tuple[str, str]]:
     return [(event.kind, event.code) for event in kit.spool.events() if event.kind not in QUIET]
 
@@ -56,7 +60,7 @@ def longest_gap_s(kit: Any, probe: str, pci: str = "") -> float:
 
 @pytest.mark.parametrize("code", ["gpu_is_lost", "reset_required"])
 def test_B01_a_loss_is_one_event_and_costs_the_others_nothing(kit: Any, code: str) -> None:
-    agent = kit.start(kit.config(faults=fault("card_lost", 1.0, gpu=3, params=f'code = "{code}"')))
+    agent = kit.start(kit.config(faults=fault("card_lost", AT_S, gpu=3, params=f'code = "{code}"')))
     kit.wait_for(lambda: [list(one.values()).count("lost") for one in sweeps(kit)].count(1) >= 4)
     assert agent.end() == 0
     assert [kind for kind, _ in events(kit)] == ["gpu_lost"]
@@ -87,7 +91,7 @@ def others(kit: Any) -> list[str]:
 
 
 def test_B07_a_hang_in_the_middle_costs_the_others_a_deadline_and_two_intervals_at_most(kit: Any) -> None:
-    agent = kit.start(kit.config(tables=SLOW, faults=kit.hang(gpu=5, at=5.0), every_s=EVERY_S))
+    agent = kit.start(kit.config(tables=SLOW, faults=kit.hang(gpu=5, at=AT_S), every_s=EVERY_S))
     kit.wait_for(lambda: [list(one.values()).count("hung") for one in sweeps(kit)].count(1) >= 2)
     assert agent.end() == 0
     assert [kind for kind, _ in events(kit)] == ["driver_hung"]
@@ -113,14 +117,14 @@ def test_a_crash_in_the_middle_costs_every_card_as_little(kit: Any) -> None:
 @pytest.mark.parametrize(
     ("faults", "told", "states", "untouched"),
     [
-        (fault("card_lost", 3.0, gpu=3), ["gpu_lost"], ["lost", *["ok"] * 7], 7),
-        (fault("card_lost", 3.0, gpu="*"), ["gpu_lost"] * 8, ["lost"] * 8, 0),
-        (fault("card_absent", 3.0, gpu="*", params='where = "driver"'), ["gpu_lost"] * 8, [], 8),
+        (fault("card_lost", AT_S, gpu=3), ["gpu_lost"], ["lost", *["ok"] * 7], 7),
+        (fault("card_lost", AT_S, gpu="*"), ["gpu_lost"] * 8, ["lost"] * 8, 0),
+        (fault("card_absent", AT_S, gpu="*", params='where = "driver"'), ["gpu_lost"] * 8, [], 8),
         (fault("card_absent", 0.0, gpu=6, params='where = "driver"'), [], ["ok"] * 7, 7),
-        (fault("board_swap", 3.0, gpu=1), ["driver_reloaded", "gpu_found", "gpu_lost"], ["ok"] * 8, 8),
-        (fault("driver_not_loaded", 3.0, 3.8), ["driver_reloaded"], ["ok"] * 8, 8),
+        (fault("board_swap", AT_S, gpu=1), ["driver_reloaded", "gpu_found", "gpu_lost"], ["ok"] * 8, 8),
+        (fault("driver_not_loaded", AT_S, AT_S + 0.8), ["driver_reloaded"], ["ok"] * 8, 8),
         (
-            fault("driver_not_loaded", 3.0, params='code = "driver_mismatch"'),
+            fault("driver_not_loaded", AT_S, params='code = "driver_mismatch"'),
             ["driver_mismatch"],
             ["ok"] * 8,
             8,
@@ -145,7 +149,7 @@ def test_what_is_told_which_rows_there_are_and_that_nobody_else_waits(
 
 def test_B05_seven_of_eight_at_boot_and_none_without_a_driver(kit: Any) -> None:
     faults = fault("card_absent", 0.0, gpu=6, params='where = "driver"') + fault(
-        "driver_not_loaded", 3.0, 6.0
+        "driver_not_loaded", AT_S, AT_S + 3.0
     )
     agent = kit.start(kit.config(faults=faults))
     kit.wait_for(lambda: len(errors(kit)) == 3 and len(sweeps(kit)) > 6)
@@ -158,7 +162,7 @@ def test_B05_seven_of_eight_at_boot_and_none_without_a_driver(kit: Any) -> None:
 
 
 def test_all_cards_gone_with_the_driver_loaded_is_not_a_host_without_cards(kit: Any) -> None:
-    agent = kit.start(kit.config(faults=fault("card_lost", 1.0, gpu="*"), gpus=4))
+    agent = kit.start(kit.config(faults=fault("card_lost", AT_S, gpu="*"), gpus=4))
     kit.wait_for(lambda: [set(one.values()) for one in sweeps(kit)].count({"lost"}) >= 2)
     assert agent.end() == 0
     assert [kind for kind, _ in events(kit)] == ["gpu_lost"] * 4
@@ -168,7 +172,7 @@ def test_all_cards_gone_with_the_driver_loaded_is_not_a_host_without_cards(kit: 
 
 
 def test_B03_a_swapped_board_is_another_card_and_the_old_one_is_lost(kit: Any) -> None:
-    agent = kit.start(kit.config(faults=fault("board_swap", 2.0, gpu=1), gpus=2))
+    agent = kit.start(kit.config(faults=fault("board_swap", AT_S, gpu=1), gpus=2))
     kit.wait_for(lambda: len({row["gpu_uuid"] for row in kit.spool.rows("gpu")}) == 3)
     kit.wait_for(lambda: len(events(kit)) >= 3)
     assert agent.end() == 0
@@ -180,7 +184,7 @@ def test_B03_a_swapped_board_is_another_card_and_the_old_one_is_lost(kit: Any) -
 
 
 def test_B09_a_library_that_does_not_fit_is_told_once_after_a_new_process_did_not_help(kit: Any) -> None:
-    faults = fault("driver_not_loaded", 2.0, 9.0, params='code = "driver_mismatch"')
+    faults = fault("driver_not_loaded", AT_S, AT_S + 8.0, params='code = "driver_mismatch"')
     agent = kit.start(kit.config(faults=faults))
     first = agent.child()
     kit.wait_for(lambda: kit.spool.events("driver_mismatch"))
@@ -231,7 +235,7 @@ def test_the_driver_is_given_back_on_request_while_the_rest_goes_on(kit: Any) ->
     kit.wait_for(lambda: kit.spool.events("xid"))  # the kernel log is read all the same
     rows, hosts = len(kit.spool.rows("gpu")), len(kit.spool.rows("host"))
     agent.process.kill()  # an upgrade of the agent in the middle of it
-    agent.process.wait(10)
+    agent.process.wait(90)
     agent = kit.start(config)
     kit.wait_for(lambda: len(kit.spool.rows("host")) > hosts + 3)
     assert len(kit.spool.rows("gpu")) == rows
@@ -246,7 +250,7 @@ def test_the_driver_is_given_back_on_request_while_the_rest_goes_on(kit: Any) ->
 def test_it_takes_the_driver_back_by_itself(kit: Any) -> None:
     agent = kit.start(kit.config())
     kit.wait_for(lambda: kit.spool.rows("gpu"))
-    assert command(kit, "release", "--for", "2s").returncode == 0
+    assert command(kit, "release", "--for", "6s").returncode == 0
     kit.wait_for(lambda: kit.spool.events("driver_resumed"))
     kit.wait_for(lambda: errors(kit) == ["", "released", ""])
     assert agent.end() == 0

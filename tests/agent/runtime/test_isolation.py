@@ -169,7 +169,7 @@ class Stage:
     def count(self, probe: str) -> int:
         return sum(sweep.probe == probe for _, sweep in self.sweeps)
 
-    async def until(self, condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+    async def until(self, condition: Callable[[], object], timeout_s: float = 90.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.isolation.check()
@@ -205,7 +205,7 @@ def play(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, None]]) -> No
 
 
 def test_B07_one_hung_card_costs_its_process_and_nothing_else(tmp_path: Path, kit: Any) -> None:
-    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=5, at=3.0, until=8.0)))
+    stage = Stage(tmp_path, kit.scenario(kit.hang(gpu=5, at=7.0, until=12.0)))
 
     async def work(stage: Stage) -> None:
         await stage.until(lambda: "driver_hung" in stage.kinds())
@@ -530,7 +530,7 @@ def test_what_a_child_sent_before_it_died_is_heard(tmp_path: Path) -> None:
 
     async def run() -> None:
         child = Child.start((sys.executable, str(program)), lambda fd: HostSettings(), heard.append)
-        assert await child.wait(30)
+        assert await child.wait(90)
         assert child.code == -signal.SIGKILL
         child.progress.close()
 

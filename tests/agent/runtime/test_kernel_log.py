@@ -62,7 +62,7 @@ def test_K05_what_the_kernel_wrote_before_the_agent_and_since_is_told_once_whate
     machine.xids(45)
     kit.wait_for(lambda: codes(kit).total() == 4)
     agent.process.kill()
-    agent.process.wait(10)
+    agent.process.wait(90)
     machine.xids(48)  # while nobody reads
     again = kit.start(config)
     kit.wait_for(lambda: codes(kit).total() == 5)

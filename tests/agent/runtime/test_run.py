@@ -49,7 +49,7 @@ def test_what_was_before_is_told_at_the_start(kit: Any) -> None:
             assert agent.end() == 0
         else:
             agent.process.kill()
-            agent.process.wait(10)
+            agent.process.wait(90)
     stopped = [json.loads(event.detail)["stopped"] for event in kit.spool.events("agent_start")]
     assert stopped == ["first start", "clean", "unclean"]
     assert kit.spool.events("reboot") == []
@@ -76,7 +76,7 @@ def test_a_killed_supervisor_leaves_no_child_behind(kit: Any, hung: bool) -> Non
     kit.wait_for(lambda: kit.spool.rows("host"))
     children = [agent.child()]
     agent.process.kill()
-    agent.process.wait(10)
+    agent.process.wait(90)
     kit.wait_for(lambda: not alive(children))
 
 
@@ -232,7 +232,7 @@ def test_Ctrl_C_is_a_clean_stop_too(kit: Any) -> None:
     for child in agent.children():
         child.send_signal(signal.SIGINT)  # a terminal sends it to everyone
     os.kill(agent.pid, signal.SIGINT)
-    assert agent.process.wait(20) == 0
+    assert agent.process.wait(90) == 0
     assert kit.spool.kinds() == ["agent_start", "agent_stop"]
 
 

@@ -59,7 +59,7 @@ def play(make: Callable[[], Supervisor], work: Callable[[Supervisor], Any]) -> N
     asyncio.run(run())
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)

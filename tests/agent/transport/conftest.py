@@ -239,7 +239,7 @@ def decode_column(column: pb.Column, count: int) -> tuple[list[object], list[int
     return values, list(column.reasons)
 
 
-async def _until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def _until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)

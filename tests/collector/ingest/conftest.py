@@ -171,7 +171,7 @@ class Agent:
             self._ended = True
             self._changed.notify_all()
 
-    def until(self, what: Callable[[], bool], seconds: float = 20) -> None:
+    def until(self, what: Callable[[], bool], seconds: float = 90) -> None:
         with self._changed:
             if not self._changed.wait_for(what, seconds):
                 raise AssertionError(f"not within {seconds} s; acked {self.acked[-5:]}, error {self.error}")
@@ -217,7 +217,7 @@ class Agent:
     def close(self) -> None:
         self._out.put(None)
         self._call.cancel()  # type: ignore[no-untyped-call]
-        self._reader.join(10)
+        self._reader.join(90)
         self.channel.close()
 
 
@@ -256,7 +256,7 @@ class Running:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.collector.stop)
-        self._thread.join(30)
+        self._thread.join(90)
         assert not self._thread.is_alive()
 
     def query(self, sql: str) -> list[tuple[object, ...]]:
@@ -299,11 +299,11 @@ class Process:
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(20)
+        self.popen.wait(90)
 
     def stop(self) -> int:
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(30)
+        return self.popen.wait(90)
 
 
 @dataclass
@@ -351,7 +351,7 @@ class Kit:
         return agent
 
     @staticmethod
-    def until(what: Callable[[], bool], seconds: float = 20) -> None:
+    def until(what: Callable[[], bool], seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, f"not within {seconds} s"

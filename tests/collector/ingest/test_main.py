@@ -208,7 +208,7 @@ def test_W01_a_stuck_or_dead_committer_gets_no_pings(kit: Kit) -> None:
     assert not running.collector.gets_on()
     kit.until(running.collector.gets_on)  # an idle committer gets on once a second
     committer.stop()
-    committer.join(20)
+    committer.join(90)
     assert not running.collector.gets_on()
 
 
