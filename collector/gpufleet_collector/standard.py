@@ -224,8 +224,8 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
         """,
         u64="""
             pid pid_start uid rank local_rank world fetches_total starved_total ready prefetch workers
-            workers_running workers_disk workers_sleeping worker_read_bytes_total worker_read_chars_total
-            messages_lost_total
+            workers_running workers_disk workers_sleeping worker_threads pin_threads pin_threads_running
+            worker_read_bytes_total worker_read_chars_total messages_lost_total
         """,
     ),
     "agent": _of(
