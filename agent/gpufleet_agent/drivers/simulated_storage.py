@@ -1,4 +1,4 @@
-"""Disks and mounts of a host that does not exist: a root disk, a scratch disk, and a share of a file server.
+"""Disks and mounts of a host that does not exist: a root disk, a scratch disk, a share, and shared memory.
 
 What they show is a function of the scenario, the boot and the time alone; no process is started here.
 """
@@ -9,6 +9,7 @@ from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import cards
 from gpufleet_agent.drivers.mounts import LUSTRE, NFS, USAGE, no_answer
 from gpufleet_agent.drivers.nvme import EVERY_S
+from gpufleet_agent.drivers.simulated_host import MEM_BYTES
 from gpufleet_agent.scenario import KINDS, Fault, Scenario
 
 NFS_SERVER = "filer-01"
@@ -30,6 +31,7 @@ _MEDIA_ERROR_S = 60.0
 _MOUNTS: dict[str, tuple[str, str, int, float, int]] = {
     "/": ("ext4", "/dev/nvme0n1p2", 943_718_400_000, 0.31, 58_593_280),
     "/scratch": ("xfs", "/dev/nvme1n1", 7_677_721_903_104, 0.44, 750_147_072),
+    "/dev/shm": ("tmpfs", "tmpfs", MEM_BYTES // 2, 0.02, 134_217_728),
     "/data": ("nfs4", f"{NFS_SERVER}:/export/data", 1_099_511_627_776_000, 0.58, 21_474_836_480),
 }
 """Path -> kind, source, size, part in use, inodes."""
