@@ -373,7 +373,10 @@ def test_a_governor_that_saves_power_is_named_where_the_workers_want_a_cpu(
     fleet: "Fleet", judge: Judge
 ) -> None:
     cases: list[tuple[dict[str, object], str]] = [
-        ({"work": (8, 0, 0), "governor": "powersave", "mhz": 1200.0}, "governor powersave at 1200 MHz)"),
+        (
+            {"work": (8, 0, 0), "governor": "powersave", "mhz": 1200.0},
+            "governor powersave, median clock 1200 MHz)",
+        ),
         ({"work": (8, 0, 0), "governor": "ondemand"}, "governor ondemand)"),
         ({"work": (8, 0, 0), "governor": "performance", "mhz": 1200.0}, ""),
         ({"work": (8, 0, 0)}, ""),

@@ -314,7 +314,7 @@ told as (
                 when 'cpu_preparation' then 'preparing batches takes more CPU than there is (' || concat_ws(', ',
                      if(cpu is not null, format('tasks wait for a CPU {:.0f} % of the time', 100 * cpu), null),
                      if(running is not null, format('{:.0f} % of the workers want one', 100 * running), null),
-                     if(governor <> 'performance', 'governor ' || governor || coalesce(format(' at {:.0f} MHz', mhz), ''), null)) || ')'
+                     if(governor <> 'performance', 'governor ' || governor || coalesce(format(', median clock {:.0f} MHz', mhz), ''), null)) || ')'
                 when 'remote_or_lock' then format('{:.0f} % of the workers sleep: a remote store, a socket or a lock', 100 * sleeping)
                 when 'no_workers' then 'the loader has no workers'
                 else 'nothing that was measured says why' end as because,
