@@ -18,6 +18,8 @@ Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
 
 
 MOST_LABELS = 16
+MOST_WORKER_NAMES = 32
+_PLAIN = r"[\x21-\x7e](?:[\x20-\x7e]{0,62}[\x21-\x7e])?"
 
 _NO_LABELS = ("agent", "driver", "firmware", "fleet", "job", "kernel", "model", "server", "vbios")
 """What the collector knows by itself."""
@@ -71,6 +73,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     init_deadline_s: Annotated[float, msgspec.Meta(ge=0.1, le=3600)] = 60.0
     retry_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 60.0
     retry_max_s: Annotated[float, msgspec.Meta(ge=0.1, le=7 * 86400)] = 3600.0
+
+
+class Loading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[loader]`: how workers of data loaders are recognised.
+
+    Attributes:
+        worker_names: What workers of this site's own loaders call themselves, besides PyTorch's.
+    """
+
+    worker_names: list[str] = []
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,6 +146,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         probes: Which probes run, and how often.
         benches: Which micro-benchmarks run, and how often.
         gate: When they may.
+        loader: How workers of data loaders are recognised.
         simulated: For driver = "simulated".
     """
 
@@ -152,6 +165,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     probes: Probes = Probes()
     benches: Benches = Benches()
     gate: Rules = Rules()
+    loader: Loading = Loading()
     simulated: Simulation = Simulation()
 
     def __post_init__(self) -> None:
@@ -173,8 +187,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, value in self.labels.items():
             if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) or name in _NO_LABELS:
                 raise _wrong(f"labels.{name:.80}", "is no name for a label: a word in small letters, as rack")
-            if not re.fullmatch(r"[\x21-\x7e](?:[\x20-\x7e]{0,62}[\x21-\x7e])?", value):
+            if not re.fullmatch(_PLAIN, value):
                 raise _wrong(f"labels.{name}", f"{value!r:.80} is no label: 1 to 64 plain letters")
+        if len(self.loader.worker_names) > MOST_WORKER_NAMES:
+            many = len(self.loader.worker_names)
+            raise _wrong("loader.worker_names", f"{many} names, {MOST_WORKER_NAMES} are allowed")
+        for name in self.loader.worker_names:
+            if not re.fullmatch(_PLAIN, name):
+                raise _wrong(
+                    "loader.worker_names", f"{name!r:.80} is no name of a worker: 1 to 64 plain letters"
+                )
 
     @property
     def node_name(self) -> str:

@@ -52,12 +52,14 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
         root: Where /proc and /sys are.
         simulated: For driver = "simulated".
         labels: Where the host is and whose it is, for the inventory.
+        worker_names: What workers of data loaders call themselves here, besides those that are known.
     """
 
     driver: str = "auto"
     root: str = "/"
     simulated: SimulatedNode | None = None
     labels: dict[str, str] = {}
+    worker_names: list[str] = []
 
 
 class SkippedGpu:
@@ -206,5 +208,7 @@ def open_guarded(
         node = settings.simulated
         simulated = Simulated(Path(node.scenario), node.node, node.started_us, node.started_mono_us)
     addresses = [one.pci for one in skip if one.pci]
-    host = open_host(driver, Path(settings.root), progress, simulated, addresses, aside)
+    host = open_host(
+        driver, Path(settings.root), progress, simulated, addresses, aside, settings.worker_names
+    )
     return GuardedHost(host, skip, only, settings.labels)

@@ -47,7 +47,8 @@ _ANCILLARY = socket.CMSG_SPACE(_CREDENTIALS.size)
 _NOT_TOLD = Null(Reason.NOT_SUPPORTED, "hook")
 _NOT_READ = (
     "workers_running", "workers_disk", "workers_sleeping", "worker_cpu_s_total", "worker_runqueue_s_total",
-    "worker_read_bytes_total", "worker_read_chars_total",
+    "worker_read_bytes_total", "worker_read_chars_total", "worker_threads", "pin_threads",
+    "pin_threads_running",
 )  # fmt: skip
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

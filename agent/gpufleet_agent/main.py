@@ -345,7 +345,13 @@ def _host_settings(config: "AgentConfig") -> "HostSettings":
             started_us=wall_us(),
             started_mono_us=mono_us(),
         )
-    return HostSettings(driver=config.driver, root=config.root, simulated=simulated, labels=config.labels)
+    return HostSettings(
+        driver=config.driver,
+        root=config.root,
+        simulated=simulated,
+        labels=config.labels,
+        worker_names=config.loader.worker_names,
+    )
 
 
 def _writable(folder: str) -> str:

@@ -75,7 +75,7 @@ _DUTY = Accepts(1.0, 0.05, 1.0)
 PORT_DOWN = ("polling", "disabled", "init", "armed", "gone")
 PORT_ERRORS = ("symbol_errors", "rcv_errors", "xmit_discards", "local_link_integrity_errors")
 _MEMORY = Accepts("dram", words=("dram", "sram"))
-_MOUNTS = ("/", "/scratch", "/data")
+_MOUNTS = ("/", "/scratch", "/dev/shm", "/data")
 
 DIMMS = tuple(f"mc{controller}/dimm{module}" for controller in range(2) for module in range(8))
 """The memory modules of a simulated host."""

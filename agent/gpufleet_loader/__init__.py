@@ -4,7 +4,7 @@
     for batch in loader: ...
 
 Runs inside somebody else's training: it never raises, never blocks, starts no thread and needs nothing but
-the standard library. About once a second a datagram with cumulative counts goes to the agent's socket, on the
+the standard library. Every five seconds a datagram with cumulative counts goes to the agent's socket, on the
 way out of a fetch; a message that is lost costs nothing but resolution. Wait is host time: work that a card
 does asynchronously may hide it, so the share of waiting is an upper bound of starvation.
 """
@@ -29,8 +29,8 @@ __all__ = ["fetch", "huggingface_callback", "lightning_callback", "report_wait",
 SOCKET = "/run/gpufleet/loader.sock"
 MOST_BYTES = 1024
 MOST_LOADERS = 64
-EVERY_NS = 1000000000
-"""At most one message per loader in this time."""
+EVERY_NS = 5000000000
+"""At most one message per loader in this time: one costs as much as the counting of twenty batches."""
 
 BACK_OFF_NS = 30000000000
 """After a message that could not be sent the next is tried this much later."""

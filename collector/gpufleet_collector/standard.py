@@ -168,11 +168,14 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
         """,
         f64="""
             read_s_total write_s_total busy_s_total queue_s_total discard_s_total flush_s_total
-            temperature_c
+            temperature_c smart_temperature_c smart_spare_pct smart_spare_limit_pct smart_used_pct
+            smart_age_s
         """,
         u64="""
             read_bytes_total write_bytes_total read_ops_total write_ops_total in_flight
-            discard_ops_total flush_ops_total size_bytes degraded
+            discard_ops_total flush_ops_total size_bytes degraded smart_warning_bits
+            smart_read_bytes_total smart_written_bytes_total smart_power_on_s_total
+            smart_unsafe_shutdowns_total smart_media_errors_total smart_logged_errors_total
         """,
         boolean="""
             rotational
@@ -221,8 +224,8 @@ STANDARD: Mapping[str, Mapping[str, Type]] = {
         """,
         u64="""
             pid pid_start uid rank local_rank world fetches_total starved_total ready prefetch workers
-            workers_running workers_disk workers_sleeping worker_read_bytes_total worker_read_chars_total
-            messages_lost_total
+            workers_running workers_disk workers_sleeping worker_threads pin_threads pin_threads_running
+            worker_read_bytes_total worker_read_chars_total messages_lost_total
         """,
     ),
     "agent": _of(

@@ -1,9 +1,9 @@
 """What the data-loader hook costs a training process, and what its messages cost the agent.
 
 Per batch: a loop over a watched loader against the same loop bare, rounds, medians. Per second: ten batches
-and one message. Both are the thread's own CPU time, for what others run on the same cores is not the hook's.
-Sending to an agent that is stopped, whose queue is full: by the clock, p99. Cold: a message every 20 ms. The
-agent: a message from the kernel to its place.
+and a second's share of the message that is sent every few. Both are the thread's own CPU time, for what
+others run on the same cores is not the hook's. Sending to an agent that is stopped, whose queue is full: by
+the clock, p99. Cold: a message every 20 ms. The agent: a message from the kernel to its place.
 """
 
 import os
@@ -53,7 +53,7 @@ def measure() -> dict[str, float]:
             reader.communicate()
         return {
             "batch_us": batch_us,
-            "second_us": 10 * batch_us + warm,
+            "second_us": 10 * batch_us + warm * 1e9 / gpufleet_loader.EVERY_NS,
             "send_us": warm,
             "send_cold_us": cold,
             "stopped_p99_us": statistics.quantiles(stopped, n=100)[98],

@@ -1,4 +1,4 @@
-"""Disks by /proc/diskstats and /sys/block. Nothing here sends a disk a command that could wake it.
+"""Disks by /proc/diskstats and /sys/block. Only NVMe controllers that answer are asked themselves (`nvme`).
 
 Shown are whole disks, software RAID arrays (md) and multipath devices. Not shown: partitions, LVM and
 encryption over a disk that is a row already, the hidden paths of a multipath NVMe disk, loop, RAM and CD.
@@ -9,17 +9,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from gpufleet.metric import Cell, Null, Reason, Row
-from gpufleet_agent.drivers import files
+from gpufleet_agent.drivers import files, nvme
 
 MOST_ROWS = 128
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9!._-]{0,31}")
 _NOT_DISKS = re.compile(r"(?:loop|ram|zram|sr|fd|nbd|mtdblock|nvme\d+c\d+n)\d+")
+_CONTROLLER = re.compile(r"nvme\d{1,4}")
 _ADDRESS = re.compile(r"(?<=/)[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/)")
 _NO_FIELD = Null(Reason.NOT_SUPPORTED, "kernel")
 _NOT_ASKED = Null(Reason.NOT_READ, "not_live")
 _NO_PROGRESS = Null(Reason.NOT_READ, "no_progress")
 _NO_SENSOR = Null(Reason.NOT_SUPPORTED, "no_sensor")
+_NOT_NVME = Null(Reason.NOT_SUPPORTED, "not_nvme")
 _NOT_RAID = Null(Reason.NOT_SUPPORTED, "not_raid")
 _SECTOR = 512
 _OPS = (0, 4)
@@ -45,13 +47,20 @@ _FIELDS: tuple[tuple[str, int, float], ...] = (
 
 
 class Disks:
-    """Reader of probe `disk`; remembers how often the kernel's 32-bit milliseconds wrapped."""
+    """Reader of probe `disk`; remembers how often the kernel's 32-bit milliseconds wrapped.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: Where /proc, /sys and /dev are.
+        logs: Who asks NVMe controllers for their health logs.
+    """
+
+    def __init__(self, root: Path, logs: nvme.HealthLogs | None = None) -> None:
+        self._logs = logs or nvme.HealthLogs(root)
         self._block = root / "sys/block"
         self._stats = root / "proc/diskstats"
         self._last: dict[str, dict[int, int]] = {}
         self._wraps: dict[str, dict[int, int]] = {}
+        self._asked: set[str] = set()
 
     def rows(self) -> Iterable[Row]:
         """One row per disk."""
@@ -60,7 +69,10 @@ class Disks:
         for kept in (self._last, self._wraps):
             for name in kept.keys() - {home.name for home in homes}:
                 del kept[name]
-        return [self._row(home, counted.get(home.name)) for home in homes]
+        self._asked.clear()
+        rows = [self._row(home, counted.get(home.name)) for home in homes]
+        self._logs.keep(self._asked)
+        return rows
 
     def items(self) -> Iterable[Row]:
         """What the disks are, for the inventory."""
@@ -88,7 +100,17 @@ class Disks:
         moved = sum(counts[at] for at in _OPS) > sum(before.get(at, 0) for at in _OPS) if counts else False
         stuck = not counts or (counts[_IN_FLIGHT] > 0 and not moved)
         row["temperature_c"] = _NO_PROGRESS if stuck else _temperature(home, row["state"])
-        return row
+        return row | self._health(home, stuck)
+
+    def _health(self, home: Path, stuck: bool) -> dict[str, Cell]:
+        """By the log of a controller that leads to the disk; of one that lives, if there is any."""
+        controllers = _controllers(home)
+        living = [one for one in controllers if files.plain(files.read(one / "state")) == "live"]
+        name = next((Path(files.real(one)).name for one in living or controllers), "")
+        if not _CONTROLLER.fullmatch(name):
+            return dict.fromkeys(nvme.COLUMNS, _NOT_NVME)
+        self._asked.add(name)
+        return self._logs.read(name, _NO_PROGRESS if stuck else None if living else _NOT_ASKED)
 
     def _counters(self, name: str, counts: list[int]) -> dict[str, Cell]:
         before, wraps = self._last.get(name, {}), self._wraps.setdefault(name, {})
@@ -188,7 +210,7 @@ def _controllers(home: Path) -> list[Path]:
     if not home.name.startswith("nvme"):
         return []
     device = home / "device"
-    several = [path for path in files.listed(device) if re.fullmatch(r"nvme\d{1,4}", path.name)]
+    several = [path for path in files.listed(device) if _CONTROLLER.fullmatch(path.name)]
     return several or [device]
 
 

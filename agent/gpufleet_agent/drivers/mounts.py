@@ -80,8 +80,12 @@ class Mount:
 
     @property
     def has_data(self) -> bool:
-        """Whether it is of a kind that holds data: not /proc, tmpfs, an image or a container's overlay."""
-        return self.fstype in _LOCAL or (self.network and self.fstype not in _NO_DATA)
+        """Whether it is of a kind that holds data: not /proc, an image, a container's overlay, or most tmpfs.
+
+        Workers of data loaders hand their batches over in /dev/shm: when it is full they die of SIGBUS.
+        """
+        shared_memory = self.fstype == "tmpfs" and self.point == "/dev/shm"
+        return self.fstype in _LOCAL or (self.network and self.fstype not in _NO_DATA) or shared_memory
 
     @property
     def shown(self) -> str:

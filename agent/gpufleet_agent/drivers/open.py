@@ -13,6 +13,7 @@ from gpufleet_agent.drivers import DriverError, Host, Progress, amdgpu
 from gpufleet_agent.drivers.composite import CompositeHost
 from gpufleet_agent.drivers.simulated import SimulatedHost
 from gpufleet_agent.drivers.sysfs import Sysfs, SysfsHost
+from gpufleet_agent.drivers.workers import names
 
 DRIVERS = ("auto", "nvml", "amdgpu", "simulated", "none")
 
@@ -43,6 +44,7 @@ def open_host(
     simulated: Simulated | None = None,
     skip: Collection[str] = (),
     aside: Progress | None = None,
+    worker_names: Collection[str] = (),
 ) -> Host:
     """The host as `driver` sees it.
 
@@ -54,6 +56,7 @@ def open_host(
         simulated: For "simulated" only.
         skip: Addresses of cards that must not be touched.
         aside: Where an initialisation is announced that may go on beside everything else; None = it may not.
+        worker_names: What workers of data loaders call themselves here, besides those that are known.
 
     Raises:
         ConfigError: The scenario cannot be used, or has no such node.
@@ -65,7 +68,7 @@ def open_host(
         return _simulated(simulated, progress)
     if driver not in DRIVERS:
         raise ValueError(f"driver {driver!r}: use one of {', '.join(DRIVERS)}")
-    hosts: list[Host] = []
+    hosts: list[SysfsHost] = []
     if driver == "nvml" or (driver == "auto" and (_library_loads() or _cards_on_bus(root))):
         # here, because it loads the binding's megabytes
         from gpufleet_agent.drivers.nvml import NvmlHost
@@ -75,7 +78,8 @@ def open_host(
         hosts.append(amdgpu.AmdHost(root, progress, skip=skip))
     if not hosts:
         # "none" is also what is left when the driver as a whole hangs
-        return SysfsHost(root, ask_driver=driver == "auto")
+        hosts.append(SysfsHost(root, ask_driver=driver == "auto"))
+    hosts[0].workers.names |= names(worker_names)
     return hosts[0] if len(hosts) == 1 else CompositeHost(hosts)
 
 

@@ -1,4 +1,4 @@
-"""Disks and mounts of a host that does not exist: a root disk, a scratch disk, and a share of a file server.
+"""Disks and mounts of a host that does not exist: a root disk, a scratch disk, a share, and shared memory.
 
 What they show is a function of the scenario, the boot and the time alone; no process is started here.
 """
@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent.drivers import cards
 from gpufleet_agent.drivers.mounts import LUSTRE, NFS, USAGE, no_answer
+from gpufleet_agent.drivers.nvme import EVERY_S
+from gpufleet_agent.drivers.simulated_host import MEM_BYTES
 from gpufleet_agent.scenario import KINDS, Fault, Scenario
 
 NFS_SERVER = "filer-01"
@@ -16,14 +18,20 @@ _EVERY_S = 30.0
 _DEADLINE_S = 2.0
 _BLOCK = 131_072
 _NOT_NFS = Null(Reason.NOT_SUPPORTED, "not_nfs")
-_DISKS: dict[str, tuple[str, int, float]] = {
-    "nvme0n1": ("SAMSUNG MZ1L2960HCJR-00A07", 960_197_124_096, 12.0),
-    "nvme1n1": ("SAMSUNG MZWLO7T6HBLA-00A07", 7_681_501_126_656, 95.0),
+_DISKS: dict[str, tuple[str, int, float, float]] = {
+    "nvme0n1": ("SAMSUNG MZ1L2960HCJR-00A07", 960_197_124_096, 12.0, 11.0),
+    "nvme1n1": ("SAMSUNG MZWLO7T6HBLA-00A07", 7_681_501_126_656, 95.0, 4.0),
 }
-"""Name -> model, size, operations of each direction per second."""
+"""Name -> model, size, operations of each direction per second, per cent of its rated life in use."""
+_LIFE_S = 300 * 86_400
+"""For how long a disk had been powered at the scenario's start."""
+
+_MEDIA_ERROR_S = 60.0
+"""A disk that is slow reads again and again, and gives up on something so often."""
 _MOUNTS: dict[str, tuple[str, str, int, float, int]] = {
     "/": ("ext4", "/dev/nvme0n1p2", 943_718_400_000, 0.31, 58_593_280),
     "/scratch": ("xfs", "/dev/nvme1n1", 7_677_721_903_104, 0.44, 750_147_072),
+    "/dev/shm": ("tmpfs", "tmpfs", MEM_BYTES // 2, 0.02, 134_217_728),
     "/data": ("nfs4", f"{NFS_SERVER}:/export/data", 1_099_511_627_776_000, 0.58, 21_474_836_480),
 }
 """Path -> kind, source, size, part in use, inodes."""
@@ -50,7 +58,7 @@ def disk_items(scenario: Scenario, node: str) -> Iterable[Row]:
             "size_bytes": str(size),
             "rotational": "0",
         }
-        for name, (model, size, _) in _DISKS.items()
+        for name, (model, size, _, _) in _DISKS.items()
     ]
 
 
@@ -84,7 +92,7 @@ def _passed(fault: Fault, booted_at: float, t: float) -> float:
 
 
 def _disk(name: str, slow: list[Fault], booted_at: float, t: float) -> Row:
-    _, size, rate = _DISKS[name]
+    _, size, rate, worn_pct = _DISKS[name]
     up = max(0.0, t - booted_at)
     took = rate * up * _AWAIT_S
     took += sum(rate * _passed(one, booted_at, t) * one.number("await_ms") / 1000 for one in slow)
@@ -110,6 +118,29 @@ def _disk(name: str, slow: list[Fault], booted_at: float, t: float) -> Row:
         "state": "live",
         "degraded": Null(Reason.NOT_SUPPORTED, "not_raid"),
         "temperature_c": 41.0 if hit else 38.0,
+        **_health(rate, worn_pct, slow, booted_at, t),
+    }
+
+
+def _health(rate: float, worn_pct: float, slow: list[Fault], booted_at: float, t: float) -> dict[str, Cell]:
+    """What the disk's own log said when it was last asked."""
+    age = max(0.0, t - booted_at) % EVERY_S
+    read_at = t - age
+    life = max(0.0, _LIFE_S + read_at)
+    slow_s = sum(max(0.0, min(read_at, one.end) - max(one.at, 0.0)) for one in slow)
+    return {
+        "smart_warning_bits": 0,
+        "smart_temperature_c": 41.0 if any(one.active(read_at) for one in slow) else 38.0,
+        "smart_spare_pct": 100.0,
+        "smart_spare_limit_pct": 10.0,
+        "smart_used_pct": worn_pct,
+        "smart_read_bytes_total": int(rate * life) * _BLOCK // 512_000 * 512_000,
+        "smart_written_bytes_total": int(rate * life) * _BLOCK // 512_000 * 512_000,
+        "smart_power_on_s_total": int(life // 3600) * 3600,
+        "smart_unsafe_shutdowns_total": 3,
+        "smart_media_errors_total": int(slow_s / _MEDIA_ERROR_S),
+        "smart_logged_errors_total": 12 + int(slow_s / _MEDIA_ERROR_S),
+        "smart_age_s": age,
     }
 
 

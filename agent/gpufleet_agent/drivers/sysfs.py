@@ -328,6 +328,7 @@ class SysfsHost:
         self.machine = Machine(root)
         self.jobs = Jobs(root)
         self.log = KernelLog(root, uuid_of=self.remembered)
+        self.workers = Workers(root)
         self.epoch = 1
         ports = Ports(root, lambda: self.sysfs.of_kind("gpu"))
         memory = Edac(root, time.monotonic)
@@ -342,7 +343,7 @@ class SysfsHost:
             "disk_item": disks.items,
             "mount": mounts.rows,
             "mount_item": mounts.items,
-            "loader": Workers(root).rows,
+            "loader": self.workers.rows,
         }
 
     @property
@@ -390,7 +391,10 @@ class SysfsHost:
 
     def process(self, pid: int) -> Row:
         """Who it belongs to, by /proc."""
-        return self.jobs.process(pid)
+        about = self.jobs.process(pid)
+        if isinstance(start := about["pid_start"], int):
+            self.workers.holds_card(pid, start)
+        return about
 
     def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
         """There is no card to run on."""

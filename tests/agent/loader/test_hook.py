@@ -252,7 +252,7 @@ def test_a_stopped_agent_blocks_nobody_and_loses_no_total(trainer: Any, socket_p
             return bool(sent[-1])
 
         trainer.hook._send = counted
-        trainer.hook.BACK_OFF_NS = trainer.hook.EVERY_NS
+        trainer.hook.BACK_OFF_NS = trainer.hook.EVERY_NS = 1_000_000_000
         # a second of training per fetch: a message each, a thousand of them
         assert trainer.run(trainer.hook.watch(trainer.loader([1.0, *[0.25] * 1000])), 0.75) == 1001
         full = sent.count(False)

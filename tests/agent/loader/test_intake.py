@@ -79,7 +79,7 @@ def test_what_was_told_becomes_a_row(world: World) -> None:
     assert (named["fetches_total"], named["wait_s_total"], named["busy_s_total"]) == (10, 1.0, 9.0)
     assert (named["starved_total"], named["workers"], named["ready"]) == (2, 8, 0)
     assert {name for name, cell in named.items() if cell is None} == {
-        metric.name for metric in METRICS if metric.name.startswith(("worker_", "workers_"))
+        metric.name for metric in METRICS if metric.name.startswith(("worker_", "workers_", "pin_"))
     }
     assert set(reasons) == {Reason.NOT_SUPPORTED}
 

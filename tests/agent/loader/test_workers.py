@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpufleet.metric import Null, Reason, Row
+from gpufleet_agent.drivers import workers as workers_module
 from gpufleet_agent.drivers.sysfs import SysfsHost
 from gpufleet_agent.drivers.workers import MOST_PARENTS, Workers, parse_stat
+from gpufleet_agent.guard import HostSettings, open_guarded
 from gpufleet_agent.probe import check_row, run_probe
 from gpufleet_agent.probes import loader
 
@@ -70,6 +72,29 @@ class Written:
         (home / "io").write_text(f"rchar: {read * 2}\nread_bytes: {read}\n")
         (home / "schedstat").write_text(f"0 {ticks * 1_000_000} 3\n")
         return home
+
+    def thread(
+        self,
+        pid: int,
+        tid: int,
+        name: str = "pt_thread_data_",
+        state: str = "S",
+        ticks: int = 0,
+        start: int = 101,
+    ) -> Path:
+        home = self.root / "proc" / str(pid) / "task" / str(tid)
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "stat").write_text(f"{tid} ({name}) {state} 1 {'0 ' * 9}{ticks} 0 {'0 ' * 6}{start} 0\n")
+        (home / "comm").write_text(f"{name}\n")
+        (home / "io").write_text("rchar: 4\nread_bytes: 2\n")
+        (home / "schedstat").write_text("0 1000000 3\n")
+        return home
+
+    def end_thread(self, pid: int, tid: int) -> None:
+        home = self.root / "proc" / str(pid) / "task" / str(tid)
+        for file in home.iterdir():
+            file.unlink()
+        home.rmdir()
 
     def end(self, pid: int) -> None:
         home = self.root / "proc" / str(pid)
@@ -185,6 +210,126 @@ def test_other_names_can_be_said(tmp_path: Path) -> None:
     assert written.row()["workers"] == 1
 
 
+def test_the_names_of_a_site_add_to_those_that_are_known(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    written.process(10)
+    written.process(11, "our_loader_with", 10)  # the kernel keeps 15 letters
+    written.process(12, "pt_data_worker", 10)
+    settings = HostSettings(
+        driver="none", root=str(tmp_path), worker_names=["our_loader_with_a_long_name", "other"]
+    )
+    (row,) = open_guarded(settings).rows("loader")
+    assert row["workers"] == 2
+    (row,) = open_guarded(HostSettings(driver="none", root=str(tmp_path))).rows("loader")
+    assert row["workers"] == 1
+
+
+# ---- workers that are threads
+
+
+def test_threads_of_a_process_that_holds_a_card_are_workers(written: Written) -> None:
+    for tid, name, state in (
+        (10, "pt_thread_data_", "R"),  # the process itself, whatever it is called
+        (21, "pt_thread_data_", "R"),
+        (22, "pt_thread_data_", "D"),
+        (23, "cuda-EvtHandlr", "S"),
+        (24, "pt_data_pin", "R"),
+        (25, "pt_data_pin", "S"),
+        (26, "pt_thread_data_", "Z"),
+    ):
+        written.thread(10, tid, name, state)
+    assert written.rows() == [], "nobody said that it holds a card"
+    written.workers.holds_card(10, 100)
+    row = written.row()
+    assert (row["pid"], row["workers"], row["worker_threads"]) == (10, 2, 2)
+    assert (row["workers_running"], row["workers_disk"], row["workers_sleeping"]) == (1, 1, 0)
+    assert (row["pin_threads"], row["pin_threads_running"]) == (2, 1)
+    written.worker(31, 50)
+    row = written.row()
+    assert (row["workers"], row["worker_threads"]) == (3, 2)
+    _, reasons = check_row(loader.METRICS, row)
+    assert not {Reason.NOT_READ, Reason.IMPLAUSIBLE} & {*reasons}
+
+
+def test_of_a_process_without_a_card_threads_are_not_known(written: Written) -> None:
+    written.worker(11, 5)
+    row = written.row()
+    for name in ("worker_threads", "pin_threads", "pin_threads_running"):
+        assert row[name] == Null(Reason.NOT_SUPPORTED, "no_card")
+    written.workers.holds_card(10, 100)
+    row = written.row()
+    assert [row[name] for name in ("worker_threads", "pin_threads", "pin_threads_running")] == [0, 0, 0]
+
+
+def test_sums_of_threads_go_on_and_count_nothing_twice(written: Written) -> None:
+    hertz = os.sysconf("SC_CLK_TCK")
+    written.workers.holds_card(10, 100)
+    written.thread(10, 21, ticks=100)
+    assert written.row()["worker_cpu_s_total"] == 100 / hertz
+    for ticks in (120, 130):
+        written.thread(10, 21, ticks=ticks)
+        assert written.row()["worker_cpu_s_total"] == ticks / hertz
+    written.end_thread(10, 21)
+    row = written.row()
+    assert (row["workers"], row["worker_threads"], row["worker_cpu_s_total"]) == (0, 0, 130 / hertz)
+    written.thread(10, 22, ticks=7, start=500)
+    assert written.row()["worker_cpu_s_total"] == 137 / hertz
+
+
+def test_a_pid_that_is_anothers_holds_no_card(written: Written) -> None:
+    written.thread(10, 21)
+    written.workers.holds_card(10, 99)
+    assert written.rows() == []
+    written.workers.holds_card(10, 100)
+    assert written.row()["worker_threads"] == 1
+    written.process(10, start=999)
+    closed = written.row()
+    assert (closed["state"], closed["workers"]) == ("closed", 0)
+    assert written.rows() == []
+
+
+def test_the_newest_threads_of_very_many_are_looked_at(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "MOST_THREADS", 8)
+    monkeypatch.setattr(workers_module, "MOST_READ", 12)
+    for pid in (30, 40, 50):
+        written.process(pid)
+        written.workers.holds_card(pid, 100)
+        for tid in range(20):
+            written.thread(pid, pid * 1000 + tid, "pt_thread_data_" if tid in (3, 19) else "other")
+    found: dict[object, object] = {}
+    for _ in range(8):
+        read = written.rows()
+        found = {row["pid"]: row["worker_threads"] for row in read}
+        assert written.workers._read <= 12
+    assert found == {30: 1, 40: 1, 50: 1}, "each has its turn, and none is lost once it is known"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 50, b"1 (a", b"x" * 5000])
+def test_threads_that_cannot_be_read_are_none(written: Written, content: bytes) -> None:
+    written.workers.holds_card(10, 100)
+    (written.thread(10, 21) / "stat").write_bytes(content)
+    written.thread(10, 22)
+    assert written.row()["worker_threads"] == 1
+
+
+def test_probe_job_says_who_holds_a_card(tree: Callable[[str], Path]) -> None:
+    host = SysfsHost(tree("hgx-h100"))
+    holds = [int(str(row["pid"])) for row in host.rows("loader")]
+    for pid in holds:
+        start = host.process(pid)["pid_start"]
+        if not isinstance(start, int):
+            continue
+        tid = host.sysfs._root / "proc" / str(pid) / "task" / "7000000"
+        tid.mkdir(parents=True)
+        (tid / "comm").write_text("pt_thread_data_\n")
+        (tid / "stat").write_text(f"7000000 (pt_thread_data_) D 1 {'0 ' * 9}0 0 {'0 ' * 6}{start} 0\n")
+    threads = {row["pid"]: row["worker_threads"] for row in host.rows("loader")}
+    assert 1 in threads.values()
+    assert host.process(4_000_000)["pid_start"] == Null(Reason.FAILED, "no_such_pid")
+
+
 def test_parents_are_bounded(written: Written) -> None:
     for at in range(MOST_PARENTS + 20):
         written.process(1000 + at)
@@ -225,6 +370,45 @@ for _ in range(2):
 for pid in pids:
     os.waitpid(pid, 0)
 """
+
+
+REAL_THREADS = """
+import sys, threading
+go_on = threading.Event()
+def work(name):
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write(name)
+    named.release()
+    go_on.wait()
+named = threading.Semaphore(0)
+for name in ("pt_thread_data_", "pt_thread_data_", "pt_data_pin", "other"):
+    threading.Thread(target=work, args=(name,)).start()
+for _ in range(4):
+    named.acquire()
+print("up", flush=True)
+sys.stdin.read()
+go_on.set()
+"""
+
+
+def test_real_threads() -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", REAL_THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    workers = Workers()
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "up\n"
+        start = parse_stat(Path(f"/proc/{trainer.pid}/stat").read_bytes())
+        assert start is not None
+        workers.holds_card(trainer.pid, start.start)
+        (row,) = (row for row in workers.rows() if row["pid"] == trainer.pid)
+        assert (row["workers"], row["worker_threads"], row["pin_threads"]) == (2, 2, 1)
+        assert (row["uid"], row["state"]) == (os.getuid(), "live")
+    finally:
+        trainer.communicate()
+    (row,) = (row for row in workers.rows() if row["pid"] == trainer.pid)
+    assert row["state"] == "closed"
 
 
 def test_real_processes() -> None:

@@ -60,6 +60,13 @@ def test_as_it_is_shipped_it_changes_nothing() -> None:
         ('[labels]\nrack = "a\\nb"', "key labels.rack"),
         ("[labels]\nrack = 12", "key labels"),
         ("[labels]\n" + "".join(f"a{n} = 'x'\n" for n in range(17)), "key labels: 17 labels"),
+        ("[loader]\nworker_names = 'x'", "key loader.worker_names"),
+        ("[loader]\nworker_names = [7]", "key loader.worker_names"),
+        ("[loader]\nworker_names = ['ok', '']", "key loader.worker_names: '' is no name of a worker"),
+        ("[loader]\nworker_names = [' ']", "key loader.worker_names: ' ' is no name of a worker"),
+        ('[loader]\nworker_names = ["a\\nb"]', "key loader.worker_names"),
+        (f"[loader]\nworker_names = ['{'x' * 65}']", "key loader.worker_names"),
+        (f"[loader]\nworker_names = {['x'] * 33}", "key loader.worker_names: 33 names, 32 are allowed"),
         ("= 3", "not valid TOML"),
     ],
 )

@@ -38,7 +38,7 @@ from gpufleet_agent.drivers.nvml import NvmlHost
 plan = {plan!r}
 flag = Path({flag!r})
 
-def open_host(driver, root, progress, simulated, skip, aside):
+def open_host(driver, root, progress, simulated, skip, aside, worker_names):
     if driver == "none":
         return opener.open_host("none", root)
     if plan == "slow":

@@ -59,6 +59,13 @@ COVERED, AUTOMOUNTED = Null(Reason.NOT_READ, "covered"), Null(Reason.NOT_READ, "
             {"/": ""},
             id="pseudo",
         ),
+        pytest.param(
+            [ROOT, "29 27 0:5 / /dev rw - devtmpfs udev rw", "30 29 0:23 / /dev/shm rw - tmpfs tmpfs rw",
+             "31 27 0:24 / /run/shm rw - tmpfs tmpfs rw", "32 27 0:23 / /run/c/shm rw - tmpfs tmpfs rw"],
+            {"/": "", "/dev/shm": ""},
+            id="shared memory, and what is no such thing",
+        ),
+        pytest.param([ROOT, "30 27 0:23 / /dev/shm rw - ramfs r rw"], {"/": ""}, id="a ramfs has no size"),
         pytest.param([ROOT, "30 27 254:0 /srv /srv rw - ext4 /dev/vda1 rw"], {"/": ""}, id="bind"),
         pytest.param(
             [ROOT, "30 27 254:0 / /a ro - ext4 /dev/vda1 rw", "31 27 254:1 / /b rw - ext4 /dev/vdb rw"],

@@ -8,6 +8,7 @@ import pytest
 
 from gpufleet.metric import Kind, Metric, Reason, Row, Type, Unit
 from gpufleet_agent.drivers import Host
+from gpufleet_agent.drivers.nvme import COLUMNS as SMART
 from gpufleet_agent.guard import HostSettings
 from gpufleet_agent.probe import Sweep
 from gpufleet_agent.probes import PROBES
@@ -32,6 +33,7 @@ def test_a_hosts_disks_and_mounts(tree: Callable[[str], Path]) -> None:
         "flush_ops_total": "not_supported",
         "flush_s_total": "not_supported",
         "temperature_c": "not_supported",
+        **dict.fromkeys(SMART, "not_supported"),
     }
     assert next(iter(items)) == "node:"
 

@@ -113,3 +113,17 @@ def test_items_are_stable() -> None:
     clock.t = 300.0
     assert [list(host.rows(f"{kind}_item")) for kind in ("disk", "mount")] == first
     assert all(isinstance(text, str) for items in first for item in items for text in item.values())
+
+
+def test_a_disk_that_is_slow_logs_media_errors_and_the_other_does_not() -> None:
+    _, host, clock = play(SCENARIO.format(kind="disk_slow"))
+    found = []
+    for clock.t in (0.0, 300.0, 1300.0):
+        disks = rows(host, "disk")
+        found.append((disks["nvme1n1"]["smart_media_errors_total"], disks["nvme1n1"]["smart_age_s"]))
+        assert disks["nvme0n1"]["smart_media_errors_total"] == 0
+    errors = [errors for errors, _ in found]
+    assert errors[0] == 0
+    assert errors[-1] == 5
+    assert errors == sorted(errors)  # type: ignore[type-var]
+    assert all(isinstance(age, float) and 0 <= age < 600 for _, age in found)

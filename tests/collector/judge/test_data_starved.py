@@ -57,6 +57,8 @@ class Training:
     cpu: float = 0.004
     cgroup: bool = True
     pressure: bool = True
+    governor: str | None = None
+    mhz: float | None = None
     step_s: float = 0.5
     paused: bool = False
     busy_cards: bool = False
@@ -85,7 +87,10 @@ class Training:
             felt[0] += 15 * self.io
             felt[1] += 15 * self.cpu
             here = felt if self.pressure else [None, None]
-            hosts.append(head | {"psi_io_some_s_total": here[0], "psi_cpu_some_s_total": here[1]})
+            hosts.append(head | {
+                "psi_io_some_s_total": here[0], "psi_cpu_some_s_total": here[1],
+                "cpu_governor": self.governor, "cpu_clock_median_mhz": self.mhz,
+            })  # fmt: skip
             for slot, card in enumerate(node.cards):
                 rank += 1
                 who: dict[str, Cell] = {"pid": 4000 + slot, "pid_start": 77 + slot}
@@ -332,8 +337,11 @@ MOUNT = ("mount", "canary_state", "nfs_read_ops_total", "nfs_read_rtt_s_total", 
 
 
 MOUNTS = [
-    ("hung", 0.005, 0, "nfs_hung"), ("ok", 0.05, 0, "storage"), ("ok", 0.005, 20, "storage"),
-    ("ok", 0.005, 0, "remote_or_lock"), ("failed", 0.005, 0, "remote_or_lock"),
+    ("hung", 0.005, 0, 0, "nfs_hung"), ("ok", 0.05, 0, 0, "storage"), ("ok", 0.005, 20, 0, "storage"),
+    ("ok", 0.005, 0, 0, "remote_or_lock"), ("failed", 0.005, 0, 0, "remote_or_lock"),
+    # with a past in which it took 1 ms: eight times; not thrice; thrice of little; too short a past
+    ("ok", 0.008, 0, 10**7, "storage"), ("ok", 0.0029, 0, 10**7, "remote_or_lock"),
+    ("ok", 0.004, 0, 10**7, "remote_or_lock"), ("ok", 0.008, 0, 50_000, "remote_or_lock"),
 ]  # fmt: skip
 
 
@@ -349,12 +357,39 @@ def test_mounts_tell_too_where_agents_read_them(fleet: "Fleet", judge: Judge) ->
     for step in range(7):
         together(jobs, 0.5)
         rows: list[Row] = []
-        for job, (state, rtt_s, again, _) in zip(jobs, MOUNTS, strict=True):
+        for job, (state, rtt_s, again, before, _) in zip(jobs, MOUNTS, strict=True):
             head: dict[str, Cell] = {"ts": fleet.at, "received_at": fleet.at, "node": job.nodes[0].name}
-            cells: tuple[Cell, ...] = ("/data", state, 1000 * step, 1000 * step * rtt_s, again * step)
+            ops = before + 1000 * step
+            took_s = before * 0.001 + 1000 * step * rtt_s
+            cells: tuple[Cell, ...] = ("/data", state, ops, took_s, again * step)
             rows.append({**head, "boot_id": "boot-1", **dict(zip(MOUNT, cells, strict=True))})
         put(fleet.store, "mount", rows)
     assert [job.now()[:2] for job in jobs] == [("crit", code) for *_, code in MOUNTS]
+    assert "NFS answers in 8 ms, 8 times its own mean" in jobs[5].now()[2]
+    assert "NFS answers in 50 ms)" in jobs[1].now()[2]
+
+
+def test_a_governor_that_saves_power_is_named_where_the_workers_want_a_cpu(
+    fleet: "Fleet", judge: Judge
+) -> None:
+    cases: list[tuple[dict[str, object], str]] = [
+        (
+            {"work": (8, 0, 0), "governor": "powersave", "mhz": 1200.0},
+            "governor powersave, median clock 1200 MHz)",
+        ),
+        ({"work": (8, 0, 0), "governor": "ondemand"}, "governor ondemand)"),
+        ({"work": (8, 0, 0), "governor": "performance", "mhz": 1200.0}, ""),
+        ({"work": (8, 0, 0)}, ""),
+        ({"io": 0.5, "governor": "powersave", "mhz": 1200.0}, ""),
+    ]
+    jobs = several(fleet, judge, [{"share": 0.3, **change} for change, _ in cases])
+    together(jobs, 2.5)
+    for job, (_, said) in zip(jobs, cases, strict=True):
+        verdict, _, reason = job.now()
+        assert verdict == "crit"
+        assert said in reason
+        assert ("governor" in reason) == bool(said)
+    assert [job.now()[1] for job in jobs] == ["cpu_preparation"] * 4 + ["storage"]
 
 
 def test_power_tells_where_utilisation_does_not(train: Training) -> None:

@@ -95,6 +95,21 @@ def test_verdicts(fleet: "Fleet", mounts: Mounts, judge: Judge) -> None:
     assert found == [(verdict, code) for _, _, _, verdict, code in VERDICTS]
 
 
+def test_shared_memory_fires_when_it_is_full_and_is_each_hosts_own(
+    fleet: "Fleet", judge: Judge, mounts: Mounts
+) -> None:
+    fleet.add("gpu-002", gpus=0)
+    fleet.add("gpu-003", gpus=0)
+    tmpfs: dict[str, object] = {"fstype": "tmpfs", "source": "tmpfs"}
+    mounts.add("gpu-001", "/dev/shm", 540 * GB, 10 * GB, **tmpfs)
+    mounts.add("gpu-002", "/dev/shm", 540 * GB, 60 * GB, **tmpfs)  # 89 %
+    mounts.add("gpu-003", "/dev/shm", None, None, **tmpfs, inodes=None, canary_state="failed")
+    fleet.run(90, judge, every=30)
+    assert fleet.findings() == [("gpu-001", "mount:/dev/shm", "firing", "crit", "full")]
+    assert fleet.find(RULE, "mount:/dev/shm", "gpu-002")[:2] == ("ok", "room")
+    assert fleet.find(RULE, "mount:/dev/shm", "gpu-003")[:2] == ("unknown", "no_answer")
+
+
 def test_a_share_is_judged_once_and_warns(fleet: "Fleet", judge: Judge, mounts: Mounts) -> None:
     for node in ("gpu-002", "gpu-003"):
         fleet.add(node, gpus=0)

@@ -153,3 +153,16 @@ def test_silence_clears_nothing_and_a_removed_disk_is_gone(
     del disks.disks["sda"]
     fleet.run(30, judge, every=30)
     assert fleet.findings() == []
+
+
+def test_what_the_disk_says_of_itself_is_context_and_changes_no_verdict(
+    fleet: "Fleet", judge: Judge, disks: Disks
+) -> None:
+    disks.add("nvme0n1", smart_media_errors_total=3, smart_warning_bits=1, smart_spare_pct=4.0)
+    disks.add("nvme1n1", smart_media_errors_total=3, smart_warning_bits=None).await_s = 0.4
+    disks.add("nvme2n1", smart_media_errors_total=0, smart_warning_bits=0).await_s = 0.4
+    disks.add("nvme3n1", smart_media_errors_total=2**63 - 1, smart_warning_bits=127).await_s = 0.4
+    fleet.run(60)
+    assert fleet.find(RULE, "disk:nvme0n1")[:2] == ("ok", "quick")
+    endings = [fleet.find(RULE, f"disk:nvme{n}n1")[3].partition("; its own log has ")[2] for n in (1, 2, 3)]
+    assert endings == ["3 media errors and warnings 0", "", f"{2**63 - 1} media errors and warnings 127"]

@@ -18,6 +18,8 @@ workers_disk  = { value = 0.30,  source = "own choice: part of the workers in un
 workers_run   = { value = 0.80,  source = "own choice: part of the workers that want a CPU" }
 workers_sleep = { value = 0.50,  source = "own choice: most of them sleep" }
 nfs_rtt_ms    = { value = 30,    source = "own choice: a healthy server answers in a few ms" }
+nfs_rtt_times = { value = 3,     source = "own choice: so many times the mount's own mean since it was mounted" }
+nfs_rtt_least_ms = { value = 5,  source = "own choice: below it a multiple of very little says nothing" }
 nfs_retrans   = { value = 0.01,  source = "own choice: requests sent again" }
 suspect_util  = { value = 70,    source = "own choice: without the hook only cards that are far from busy" }
 suspect_power = { value = 0.60,  source = "own choice: median power against the job's own busy power" }
@@ -83,6 +85,7 @@ bound as (
            min(l.min_fetches) as min_fetches, min(l.min_wait_ms) as min_wait_ms, min(l.node_gap) as node_gap,
            min(l.psi_io) as psi_io, min(l.psi_cpu) as psi_cpu, min(l.workers_disk) as workers_disk,
            min(l.workers_run) as workers_run, min(l.workers_sleep) as workers_sleep, min(l.nfs_rtt_ms) as nfs_rtt_ms,
+           min(l.nfs_rtt_times) as nfs_rtt_times, min(l.nfs_rtt_least_ms) as nfs_rtt_least_ms,
            min(l.nfs_retrans) as nfs_retrans, min(l.suspect_util) as suspect_util, min(l.suspect_power) as suspect_power
     from process p
     join limits_data_starved l on l.node = p.node and l.model = ''
@@ -138,7 +141,8 @@ span as (
            counter_span(min(psi_io_some_s_total), min_by(psi_io_some_s_total, ts), max_by(psi_io_some_s_total, ts),
                         max(psi_io_some_s_total), epoch(max(ts) - min(ts))) as io_s,
            counter_span(min(psi_cpu_some_s_total), min_by(psi_cpu_some_s_total, ts), max_by(psi_cpu_some_s_total, ts),
-                        max(psi_cpu_some_s_total), epoch(max(ts) - min(ts))) as cpu_s
+                        max(psi_cpu_some_s_total), epoch(max(ts) - min(ts))) as cpu_s,
+           max_by(cpu_governor, ts) as governor, avg(cpu_clock_median_mhz) as mhz
     from (select *, unnest(minutes_of(ts, 15)) as until_at
           from host where ts > since - interval 2 minute and ts < until) h
     where h.until_at > since and h.until_at <= until
@@ -181,7 +185,9 @@ mounted as (
            grown(min(nfs_retransmits_total), min_by(nfs_retransmits_total, ts), max_by(nfs_retransmits_total, ts),
                  max(nfs_retransmits_total)) as retransmits,
            grown(min(ops), min_by(ops, ts), max_by(ops, ts), max(ops)) as ops,
-           grown(min(rtt_s), min_by(rtt_s, ts), max_by(rtt_s, ts), max(rtt_s)) as rtt_s
+           grown(min(rtt_s), min_by(rtt_s, ts), max_by(rtt_s, ts), max(rtt_s)) as rtt_s,
+           -- what it usually takes costs no look back: the counters go on since it was mounted
+           if(min_by(ops, ts) >= 100000, min_by(rtt_s / nullif(ops, 0), ts), null) as usual_s
     from (select *, coalesce(nfs_read_ops_total, 0)::double + coalesce(nfs_getattr_ops_total, 0)
                      + coalesce(nfs_lookup_ops_total, 0) as ops,
                  coalesce(nfs_read_rtt_s_total, 0) + coalesce(nfs_getattr_rtt_s_total, 0) + coalesce(nfs_lookup_rtt_s_total, 0) as rtt_s,
@@ -193,12 +199,13 @@ mounted as (
 remote as (
     select node, until_at, string_agg(distinct name, ', ' order by name) filter (hung) as hung_name,
            1000 * max(rtt_s / nullif(ops, 0)) filter (ops >= 50) as rtt_ms,
+           max_by(rtt_s / nullif(ops, 0) / nullif(usual_s, 0), rtt_s / nullif(ops, 0)) filter (ops >= 50) as rtt_times,
            max(retransmits / nullif(ops, 0)) filter (ops >= 50) as retrans
     from (
-        select node, until_at, mount as name, hung, rtt_s, ops, retransmits from mounted
+        select node, until_at, mount as name, hung, rtt_s, ops, retransmits, usual_s from mounted
         union all
         select node, until_at, coalesce(server, 'a server'),
-               code = 'not_responding' or (code = 'timed_out' and ts >= until_at - interval 1 minute), null, null, null
+               code = 'not_responding' or (code = 'timed_out' and ts >= until_at - interval 1 minute), null, null, null, null
         from server
     )
     group by node, until_at
@@ -206,13 +213,15 @@ remote as (
 -- ---- the evidence of the members, summed up
 signal as (
     select m.job_node, m.job_id, m.until_at, bool_or(m.hook) as hook, string_agg(distinct r.hung_name, ', ') as hung_name,
-           max(r.rtt_ms) as rtt_ms, max(r.retrans) as retrans,
+           max(r.rtt_ms) as rtt_ms, max_by(r.rtt_times, r.rtt_ms) as rtt_times, max(r.retrans) as retrans,
            avg(coalesce(f.io, s.io_s / nullif(s.seconds, 0))) as io, avg(coalesce(f.cpu, s.cpu_s / nullif(s.seconds, 0))) as cpu,
            sum(w.disk) / sum(w.workers) as disk, sum(w.running) / sum(w.workers) as running,
            sum(w.sleeping) / sum(w.workers) as sleeping, count(w.workers) as watched,
+           string_agg(distinct s.governor, '+' order by s.governor) as governor, min(s.mhz) as mhz,
            count(distinct m.node) as nodes
     from member m
-    left join (select node, until_at, max_by(io_s, seconds) as io_s, max_by(cpu_s, seconds) as cpu_s, max(seconds) as seconds
+    left join (select node, until_at, max_by(io_s, seconds) as io_s, max_by(cpu_s, seconds) as cpu_s, max(seconds) as seconds,
+                      max_by(governor, seconds) as governor, max_by(mhz, seconds) as mhz
                from span group by node, until_at) s on s.node = m.node and s.until_at = m.until_at
     left join felt f on f.node = m.node and f.job_node = m.job_node and f.job_id = m.job_id and f.until_at = m.until_at
     left join worker w on w.node = m.node and w.pid = m.pid and w.pid_start = m.pid_start and w.until_at = m.until_at
@@ -223,6 +232,7 @@ caused as (
     select s.*, h.share, h.n, h.wait_ms, h.no_workers, b.* exclude (job_node, job_id, until_at),
            case when s.hung_name is not null                                                          then 'nfs_hung'
                 when s.io >= b.psi_io or s.disk >= b.workers_disk or s.rtt_ms >= b.nfs_rtt_ms
+                  or (s.rtt_times >= b.nfs_rtt_times and s.rtt_ms >= b.nfs_rtt_least_ms)
                   or s.retrans >= b.nfs_retrans                                                        then 'storage'
                 when s.cpu >= b.psi_cpu or s.running >= b.workers_run                                  then 'cpu_preparation'
                 when h.no_workers                                                                     then 'no_workers'
@@ -257,8 +267,8 @@ idle as (
 )
 select c.until_at, c.job_node, c.job_id, coalesce(h.job_kind, p.job_kind) as job_kind, coalesce(h.user, p.user) as user,
        c.hook, h.loader, h.share, h.n, h.wait_ms, h.median, h.ranks, coalesce(h.nodes, c.nodes) as nodes, h.waiting_ranks,
-       h.waiting_nodes, coalesce(h.first_node, p.first_node) as first_node, h.rank_numbers, h.scope, h.unread, c.cause, c.hung_name, c.rtt_ms, c.retrans, c.io,
-       c.cpu, c.disk, c.running, c.sleeping, c.watched, i.util, i.power, i.power_p50, i.power_p95, c.crit_share, c.warn_share,
+       h.waiting_nodes, coalesce(h.first_node, p.first_node) as first_node, h.rank_numbers, h.scope, h.unread, c.cause, c.hung_name, c.rtt_ms, c.rtt_times, c.retrans, c.io,
+       c.cpu, c.disk, c.running, c.sleeping, c.watched, c.governor, c.mhz, i.util, i.power, i.power_p50, i.power_p95, c.crit_share, c.warn_share,
        case when not c.hook and c.cause in ('nfs_hung', 'storage', 'cpu_preparation')
                  and i.util < c.suspect_util and i.power_p50 < c.suspect_power * i.power_p95   then 'suspect'
             when not c.hook and c.io is null and c.watched = 0                                 then 'no_hook'
@@ -299,11 +309,12 @@ told as (
                 when 'storage' then 'storage is slow (' || concat_ws(', ',
                      if(io >= 0.005, format('tasks wait for I/O {:.0f} % of the time', 100 * io), null),
                      if(disk > 0, format('{:.0f} % of the workers wait for a disk', 100 * disk), null),
-                     if(rtt_ms is not null, format('NFS answers in {:.0f} ms', rtt_ms), null),
+                     format('NFS answers in {:.0f} ms{}', rtt_ms, if(rtt_times >= 2, format(', {:.0f} times its own mean', rtt_times), '')),
                      if(retrans >= 0.001, format('{:.1f} % of the NFS requests are sent again', 100 * retrans), null)) || ')'
                 when 'cpu_preparation' then 'preparing batches takes more CPU than there is (' || concat_ws(', ',
                      if(cpu is not null, format('tasks wait for a CPU {:.0f} % of the time', 100 * cpu), null),
-                     if(running is not null, format('{:.0f} % of the workers want one', 100 * running), null)) || ')'
+                     if(running is not null, format('{:.0f} % of the workers want one', 100 * running), null),
+                     if(governor <> 'performance', 'governor ' || governor || coalesce(format(', median clock {:.0f} MHz', mhz), ''), null)) || ')'
                 when 'remote_or_lock' then format('{:.0f} % of the workers sleep: a remote store, a socket or a lock', 100 * sleeping)
                 when 'no_workers' then 'the loader has no workers'
                 else 'nothing that was measured says why' end as because,
@@ -311,7 +322,8 @@ told as (
                        'scope', scope, 'cause', cause, 'ranks', ranks, 'waiting_ranks', waiting_ranks,
                        'rank_numbers', rank_numbers, 'nodes', nodes, 'waiting_nodes', waiting_nodes, 'first_node', first_node,
                        'fetches', n, 'wait_ms', wait_ms, 'psi_io', io, 'psi_cpu', cpu, 'workers_disk', disk,
-                       'workers_running', running, 'workers_sleeping', sleeping, 'nfs', hung_name, 'nfs_rtt_ms', rtt_ms,
+                       'workers_running', running, 'workers_sleeping', sleeping, 'nfs', hung_name, 'nfs_rtt_ms', rtt_ms, 'nfs_rtt_times', rtt_times,
+                       'cpu_governor', governor, 'cpu_clock_mhz', mhz,
                        'util_pct', util, 'power_w', power, 'power_p95_w', power_p95) as detail
     from wait
 ),

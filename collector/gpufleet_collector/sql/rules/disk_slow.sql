@@ -27,7 +27,8 @@ create or replace macro find_disk_slow(as_of) as table
 with recent as (
     select node, disk, boot_id, ts, state, in_flight, rotational, busy_s_total as busy_s,
            read_ops_total::double + write_ops_total as ops, read_bytes_total::double + write_bytes_total as bytes,
-           read_s_total + write_s_total as took_s
+           read_s_total + write_s_total as took_s, smart_warning_bits as warning_bits, smart_spare_pct as spare_pct,
+           smart_used_pct as used_pct, smart_media_errors_total as media_errors
     from disk where ts > as_of - interval 5 minute and ts <= as_of
 ),
 sweep as (select node, max(ts) as ts from recent group by node),
@@ -58,6 +59,10 @@ step as (
            t.a.ops - t.b.ops as ops, 1000 * (t.a.took_s - t.b.took_s) / nullif(t.a.ops - t.b.ops, 0) as await_ms,
            (t.a.ops - t.b.ops) / passed_s as iops, (t.a.bytes - t.b.bytes) / passed_s / 1e6 as mb_per_s,
            (t.a.busy_s - t.b.busy_s) / passed_s as busy,
+           -- what the disk says of itself is context: many fail without a word, and many work on for years after one
+           if(t.a.media_errors > 0 or t.a.warning_bits > 0,
+              format('; its own log has {} media errors and warnings {}', coalesce(t.a.media_errors, 0), coalesce(t.a.warning_bits, 0)),
+              '') as log,
            if(t.z.boot_id = t.b.boot_id and t.b.ops - t.z.ops >= l.min_ops and t.b.took_s >= t.z.took_s,
               1000 * (t.b.took_s - t.z.took_s) / (t.b.ops - t.z.ops), null) as before_ms
     from thing t
@@ -85,8 +90,8 @@ select node, entity,
        if(code in ('slow', 'quick', 'loaded'), await_ms, null)::double as observed,
        limit_ms::double as expected, 'ms' as unit, ts as evidence_at,
        case when code = 'slow' then format('{:.0f} ms per request at {:.0f} requests and {:.1f} MB per second, at most {:.0f} expected{}',
-                 await_ms, iops, mb_per_s, limit_ms, coalesce(format('; {:.1f} ms in the minutes before', before_ms), ''))
-            when code = 'stalled' then format('{} requests under way, none ended in {:.0f} s', a.in_flight, passed_s)
+                 await_ms, iops, mb_per_s, limit_ms, coalesce(format('; {:.1f} ms in the minutes before', before_ms), '')) || log
+            when code = 'stalled' then format('{} requests under way, none ended in {:.0f} s', a.in_flight, passed_s) || log
             when code = 'dead' then 'its driver has given it up: ' || a.state
             when code = 'quick' then format('{:.1f} ms per request', await_ms)
             when code = 'loaded' then format('{:.0f} ms per request, for it moves much: {:.0f} MB and {:.0f} requests per second', await_ms, mb_per_s, iops)
@@ -96,5 +101,6 @@ select node, entity,
             when code = 'unreadable' then 'its counters cannot be read'
             else 'no samples' end as reason,
        json_object('await_ms', await_ms, 'before_ms', before_ms, 'iops', iops, 'mb_per_s', mb_per_s, 'busy', busy,
-                   'in_flight', a.in_flight, 'state', a.state, 'ssd', ssd) as detail
+                   'in_flight', a.in_flight, 'state', a.state, 'ssd', ssd, 'media_errors', a.media_errors, 'warning_bits', a.warning_bits,
+                   'spare_pct', a.spare_pct, 'used_pct', a.used_pct) as detail
 from judged;
