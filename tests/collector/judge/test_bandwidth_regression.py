@@ -313,6 +313,32 @@ def test_no_well_card_is_below_the_floor(
     assert [row[2:4] for row in fleet.findings()] == ([("firing", "crit")] if found[0] == "crit" else [])
 
 
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [("nvlink:1b:00>43:00", ("crit", "below_floor")), ("pcie:1b:00>43:00", ("n/a", "learning"))],
+)
+def test_a_floor_holds_for_all_pairs_of_cards_with_its_link(
+    fleet: "Fleet", judge: Judge, link: str, found: tuple[str, str]
+) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    fleet.bench(card.entity, card.node, 300.0, bench="p2p", link=link)
+    assert fleet.find(RULE, card.entity)[:2] == found
+
+
+def test_each_pair_has_its_own_baseline(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    for peer, value in (("43:00", 380.0), ("52:00", 190.0)):
+        for _ in range(10):
+            fleet.bench(
+                card.entity, card.node, value, bench="p2p", link=f"nvlink:1b:00>{peer}", convention="x"
+            )
+            fleet.at += timedelta(minutes=5)
+        baselines.learn(fleet.store, fleet.at)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "as_before")
+    fleet.bench(card.entity, card.node, 190.0, bench="p2p", link="nvlink:1b:00>43:00", convention="x")
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "slower")
+
+
 @pytest.mark.parametrize("other", [{"link": "pcie4x16"}, {"bench": "d2d"}, {"convention": "both_ways"}])
 def test_a_floor_holds_for_its_bench_link_and_convention(
     fleet: "Fleet", judge: Judge, other: dict[str, str]
