@@ -115,7 +115,7 @@ def test_it_ends_by_its_deadline_when_a_driver_call_does_not_return(rig: Any) ->
 
 def test_an_agents_bench_makes_way_for_the_hook(rig: Any) -> None:
     rig.cuda("slow cuEventSynchronize 250000")
-    agents = rig.start(rig.settings("hbm", force=True))
+    agents = rig.start(rig.settings("gemm", force=True))
     rig.wait_for(lambda: rig.count("cuEventSynchronize") >= 2)
     hooks = start(rig, "--quick", "-o", "json", "--deadline", "60s")
     assert rig.rows(agents)[-1]["reason"] == "the lock is wanted"

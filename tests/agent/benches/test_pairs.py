@@ -132,6 +132,17 @@ def test_a_job_on_the_card_that_was_sent_to_right_afterwards_takes_the_value(
     assert (first["status"], first["value"]) == ("contaminated", None)
 
 
+def test_a_card_alone_on_its_host_cannot_be_measured(machine: Machine, tmp_path: Path) -> None:
+    del machine.cards[1:]
+    settings = bench.Settings(
+        bench="p2p", host=HostSettings(driver="nvml"), state_dir="", lock=str(tmp_path / "lock")
+    )
+    (cells,) = bench.run_bench(settings).rows
+    row = dict(zip(NAMES, cells, strict=True))
+    assert (row["status"], row["reason"]) == ("unsupported", "no other card on this host")
+    assert (row["peer"], row["gpu_seconds"]) == ("", 0.0)
+
+
 def test_the_budget_is_that_of_both_cards(machine: Machine, tmp_path: Path) -> None:
     left = {f"gpu:{card.uuid}": 3.4 for card in machine.cards}
     rows = run(tmp_path, left_s=left)
