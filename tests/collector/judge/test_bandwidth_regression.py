@@ -1,6 +1,7 @@
 """Rule bandwidth_regression, and the baselines it compares with."""
 
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -388,3 +389,17 @@ def test_expected_values_are_plausible(fleet: "Fleet", judge: Judge) -> None:
         assert (name == "hbm") == (clock is not None), where
         if isinstance(clock, int) and isinstance(bits, int):
             assert theory == pytest.approx(clock * 1e6 * 2 * bits / 8 / 1e9, rel=0.01), where
+
+
+def test_the_page_has_the_expected_values_of_copies_between_cards(fleet: "Fleet", judge: Judge) -> None:
+    page = (Path(__file__).parents[3] / "docs/benches.md").read_text()
+    told = {
+        tuple(cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        for line in page.splitlines()
+        if "| `p2p` | `copied_once` |" in line
+    }
+    known = fleet.sql(
+        "SELECT words, bench, convention, link, format('{:g}', typical), format('{:g}', floor), source "
+        "FROM bench_expected() WHERE bench = 'p2p'"
+    )
+    assert told == set(known)
