@@ -3,8 +3,7 @@
 The stalest goes first: the one that is overdue by the largest part of its own interval. What was skipped or
 preempted is due again after a while, so that a short idle moment of a busy card is found, and so is a wrong
 result, once, so that it is known for sure; where nothing at all could be measured, nothing else is tried for
-as long. Every time is spread by a fifth: a fleet that was
-started at once does not measure at once.
+as long. Every time is spread by a fifth: a fleet that was started at once does not measure at once.
 """
 
 import math
