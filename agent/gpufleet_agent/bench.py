@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import msgspec
@@ -25,7 +25,7 @@ from gpufleet_agent.benches import BENCHES, METRICS
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Stop, TooLong, host_load
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
-from gpufleet_agent.measure import Bench, Place, params_hash
+from gpufleet_agent.measure import Bench, Place, ends, params_hash, path
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.progress import SharedProgress
 
@@ -105,19 +105,37 @@ def _run_on_all(
     gate = Gate(host, settings.rules, lock, stop, asked=settings.force, allowance_s=bench.COST_S or math.inf)
     if bench.ON == "host":
         return _run_on_host(settings, bench, host, gate)
-    cards = [gpu for gpu in host.gpus() if settings.entity in ("", f"gpu:{gpu.uuid}")]
-    cards = [gpu for gpu in cards if f"gpu:{gpu.uuid}" not in settings.fresh]
+    # by the hour, so that a fleet measures the same pairs at a time and they can be compared
+    turn = int(time.time() // bench.EVERY)
+    found = ends(bench.ON, host.gpus(), settings.entity, turn)
+    found = [(gpu, peer) for gpu, peer in found if f"gpu:{gpu.uuid}" not in settings.fresh]
+    cards = list({card.pci: card for pair in found for card in pair if card is not None}.values())
     if settings.host.driver == "simulated":
         # a simulated card has no job that could suffer, and a demonstration is there to show its bench
         shut = dict.fromkeys((gpu.pci for gpu in cards), gate.locked_out())
     else:
         shut = gate.before(cards)
-    rows = []
-    for gpu in cards:
-        entity = f"gpu:{gpu.uuid}"
-        why = shut.get(gpu.pci, "") or _spent(settings, bench, entity)
-        rows.append(_run_on_card(settings, bench, Place(host, gpu, settings.state_dir), gate, why))
+    rows: list[dict[str, Cell]] = []
+    left_s = dict(settings.left_s)
+    for gpu, peer in found:
+        place = Place(host, gpu, settings.state_dir, gate.check, peer)
+        why = _shut(shut, place) or _spent(settings, bench, place, left_s)
+        row = _run_on_cards(settings, bench, place, gate, why)
+        for card in place.cards:
+            entity = f"gpu:{card.uuid}"
+            left_s[entity] = left_s.get(entity, settings.rules.gpu_s_per_hour) - number(row["gpu_seconds"])
+        rows.append(row)
     return rows
+
+
+def _shut(shut: Mapping[str, str], place: Place) -> str:
+    """Why the gate is shut for a run; of a pair, both cards have to be free."""
+    assert place.gpu is not None
+    why = shut.get(place.gpu.pci, "")
+    if why or place.peer is None:
+        return why
+    why = shut.get(place.peer.pci, "")
+    return why and f"{place.peer.pci}: {why}"
 
 
 def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate) -> list[dict[str, Cell]]:
@@ -139,15 +157,15 @@ def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate
     return [_checked(row, lambda: gate.after(cards))]
 
 
-def _run_on_card(settings: Settings, bench: Bench, place: Place, gate: Gate, why: str) -> dict[str, Cell]:
+def _run_on_cards(settings: Settings, bench: Bench, place: Place, gate: Gate, why: str) -> dict[str, Cell]:
     gpu, host = place.gpu, place.host
     assert gpu is not None
     assert isinstance(host, GuardedHost)
-    watched = [] if settings.host.driver == "simulated" else [gpu]
+    watched = () if settings.host.driver == "simulated" else place.cards
     why = why or gate.enter(watched)
-    row = measure(settings, bench, Place(host, gpu, place.state_dir, gate.check), f"gpu:{gpu.uuid}", why)
+    row = measure(settings, bench, place, f"gpu:{gpu.uuid}", why)
     if row["status"] != "skipped":
-        row |= after(host, gpu)
+        row = after(host, gpu) | row  # what lies between two cards is known already
     return _checked(row, lambda: gate.after(watched))
 
 
@@ -160,29 +178,39 @@ def _checked(row: dict[str, Cell], disturbed: Callable[[], str]) -> dict[str, Ce
     return row | {"status": "contaminated", "reason": why, "value": nothing, "spread": Null(Reason.NOT_READ)}
 
 
-def _spent(settings: Settings, bench: Bench, entity: str) -> str:
-    left = settings.left_s.get(entity, settings.rules.gpu_s_per_hour)
+def _spent(settings: Settings, bench: Bench, place: Place, left_s: Mapping[str, float]) -> str:
+    most = settings.rules.gpu_s_per_hour
+    left = min(left_s.get(f"gpu:{card.uuid}", most) for card in place.cards)
     if settings.force or left >= bench.COST_S:
         return ""
-    most = settings.rules.gpu_s_per_hour
-    return f"budget: {left:.1f} of {most:g} s per hour are left, and it may take {bench.COST_S:g}"
+    return f"budget: {max(0.0, left):.1f} of {most:g} s per hour are left, and it may take {bench.COST_S:g}"
+
+
+def number(cell: Cell) -> float:
+    """A number of a row, 0 for none."""
+    return float(cell) if isinstance(cell, int | float) else 0.0
 
 
 def measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not: str) -> dict[str, Cell]:
     """The row of one run on one entity; `why_not` says why it was not run."""
+    peer = f"gpu:{place.peer.uuid}" if place.peer is not None else ""
     if why_not:
-        return _row(settings, bench, entity, _not_run("skipped", why_not))
+        return _row(settings, bench, entity, _not_run("skipped", why_not)) | {"peer": peer}
     began = time.perf_counter()
     try:
         result, convention = bench.run(place, bench.PARAMS)
     except (DriverError, Preempted, TooLong) as error:
         seconds = time.perf_counter() - began
-        kept = seconds if bench.ON == "gpu" else 0.0
+        kept = 0.0 if bench.ON == "host" else seconds
         status, why = "preempted" if isinstance(error, Preempted) else "failed", str(error)
         if isinstance(error, DriverError):
             status, why = "hung" if error.code == "hung" else "failed", f"{error.code}: {error}"
-        return _row(settings, bench, entity, BenchResult(status, None, "", why, (), seconds, kept))
-    return _row(settings, bench, entity, result) | {"convention": convention}
+        result = BenchResult(status, None, "", why, (), seconds, kept)
+        return _row(settings, bench, entity, result) | {"peer": peer}
+    row = _row(settings, bench, entity, result) | {"peer": peer, "convention": convention}
+    if result.link and place.gpu is not None and place.peer is not None:
+        row["link"] = path(result.link, place.gpu.pci, place.peer.pci)
+    return row
 
 
 def _row(settings: Settings, bench: Bench, entity: str, result: BenchResult) -> dict[str, Cell]:

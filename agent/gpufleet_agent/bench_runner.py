@@ -24,9 +24,9 @@ DEADLINE_S = 120.0
 TELL_SKIP_S = 3000.0
 """That a bench was skipped on something is told about once per hour, however often it was tried."""
 
-_STATUS, _BENCH, _ENTITY, _VERSION, _GPU_S = (
+_STATUS, _REASON, _BENCH, _ENTITY, _PEER, _VERSION, _GPU_S = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "bench", "entity", "version", "gpu_seconds")
+    for name in ("status", "reason", "bench", "entity", "peer", "version", "gpu_seconds")
 )
 
 
@@ -86,7 +86,7 @@ class BenchRunner:
         async with self._one_at_a_time:
             self._stopped = False
             sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
-            self._rota.gone(bench, _outcomes(sweep), asked=bool(entity or lease))
+            self._rota.gone(bench, _outcomes(sweep), _peers_s(sweep), asked=bool(entity or lease))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
             self._deliver(news)
@@ -101,7 +101,7 @@ class BenchRunner:
 
     async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
         skips = self._skips()
-        if BENCHES[bench].ON == "gpu" and any(skip.pci == "" for skip in skips):
+        if BENCHES[bench].ON != "host" and any(skip.pci == "" for skip in skips):
             why = "the driver is released" if any(s.why == "released" for s in skips) else "the driver hangs"
             return self._own(bench, entity, lease, "skipped", why, 0.0)
         got: list[Sweep] = []
@@ -211,12 +211,27 @@ class BenchRunner:
 
 
 def _key(row: Sequence[Value | None]) -> str:
-    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY))
+    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY, _PEER) if row[at])
 
 
 def _outcomes(sweep: Sweep) -> dict[str, tuple[str, float]]:
-    """Status and card time of each entity."""
-    return {str(row[_ENTITY]): (str(row[_STATUS]), float(row[_GPU_S] or 0.0)) for row in sweep.rows}
+    """Status and card time of each entity; a wrong result is `corrupt` here, and outweighs the others."""
+    found: dict[str, tuple[str, float]] = {}
+    for row in sweep.rows:
+        status, seconds = found.get(str(row[_ENTITY]), ("", 0.0))
+        if status != "corrupt":
+            status = "corrupt" if str(row[_REASON]).startswith("corrupt: ") else str(row[_STATUS])
+        found[str(row[_ENTITY])] = status, seconds + float(row[_GPU_S] or 0.0)
+    return found
+
+
+def _peers_s(sweep: Sweep) -> dict[str, float]:
+    """Card time of each entity that was the other end of another one's runs."""
+    found: dict[str, float] = {}
+    for row in sweep.rows:
+        if row[_PEER]:
+            found[str(row[_PEER])] = found.get(str(row[_PEER]), 0.0) + float(row[_GPU_S] or 0.0)
+    return found
 
 
 def statuses(sweep: Sweep) -> dict[str, int]:

@@ -180,9 +180,9 @@ class GuardedHost:
 
     def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
         """A bench that only this driver can run; never on a card that is skipped."""
-        pci = params.get("pci")
-        if pci in self._skip:
-            return BenchResult("skipped", None, "", f"{pci} is left alone")
+        for pci in (params.get("pci"), params.get("peer")):
+            if pci in self._skip:
+                return BenchResult("skipped", None, "", f"{pci} is left alone")
         return self._host.run_bench(name, params, check)
 
 

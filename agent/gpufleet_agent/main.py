@@ -203,6 +203,7 @@ def _print_benches(rows: list[dict[str, "Value | None"]], output: str) -> None:
         if row.get("below"):
             shown += f"  below {row['floor']:g}"
         extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
+        extra += f"  {row['link'] or row['peer']}" if row["peer"] else ""
         print(f"{row['entity']:<46}{row['bench']:<11}{shown}{extra}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,8 @@ class Place:
 
     Attributes:
         host: The open host; None for a bench of the host itself, which needs no driver.
-        gpu: The card, for a bench on cards.
+        gpu: The card, for a bench on cards; of a pair, the one that sends.
+        peer: The other card of a pair.
         state_dir: Where it may keep a file.
         check: To be called at least every tenth of a second; what it raises ends the run.
     """
@@ -25,6 +26,12 @@ class Place:
     gpu: Gpu | None
     state_dir: str
     check: Check = go_on
+    peer: Gpu | None = None
+
+    @property
+    def cards(self) -> tuple[Gpu, ...]:
+        """All that a run keeps for itself."""
+        return tuple(card for card in (self.gpu, self.peer) if card is not None)
 
 
 class Bench(Protocol):
@@ -39,8 +46,8 @@ class Bench(Protocol):
         """Of the method."""
 
     @property
-    def ON(self) -> Literal["host", "gpu"]:
-        """Whether it runs once per host or once per card."""
+    def ON(self) -> Literal["host", "gpu", "pair"]:
+        """Whether it runs once per host, once per card, or from each card to another one."""
 
     @property
     def CONVENTION(self) -> str:
@@ -58,12 +65,52 @@ class Bench(Protocol):
         """Measure once: the result, and the convention that was used."""
 
 
+def ends(on: str, cards: Sequence[Gpu], entity: str = "", turn: int = 0) -> list[tuple[Gpu, Gpu | None]]:
+    """Which cards a run is about, each with its peer where it needs one.
+
+    A pair's cards are those at a distance on the bus that grows with each turn: every card sends once and is
+    sent to once, and as many turns as there are other cards show all pairs in both directions. A card that is
+    asked for sends to all others. A card that has no other one has no peer.
+
+    Args:
+        on: What the bench is on.
+        cards: All of the host.
+        entity: The one that was asked for; empty = all.
+        turn: Counts rounds.
+    """
+    wanted = [card for card in cards if entity in ("", f"gpu:{card.uuid}")]
+    if on != "pair":
+        return [(card, None) for card in wanted]
+    row = sorted(cards, key=lambda card: card.pci)
+    if len(row) < 2:
+        return [(card, None) for card in wanted]
+    if entity:
+        return [(card, other) for card in wanted for other in row if other is not card]
+    step = 1 + turn % (len(row) - 1)
+    return [(card, row[(at + step) % len(row)]) for at, card in enumerate(row)]
+
+
 def on_card(name: str, at: Place, params: Mapping[str, Value], convention: str) -> tuple[BenchResult, str]:
-    """Have the driver run a bench on the card: only it can reach it."""
+    """Have the driver run a bench on the card, or on the pair: only it can reach them."""
     assert at.host is not None
     assert at.gpu is not None
-    result = at.host.run_bench(name, {**params, "pci": at.gpu.pci}, at.check)
+    given: dict[str, Value] = {**params, "pci": at.gpu.pci}
+    if at.peer is not None:
+        given["peer"] = at.peer.pci
+    result = at.host.run_bench(name, given, at.check)
     return result, result.convention or convention
+
+
+def path(kind: str, card: str, peer: str) -> str:
+    """The link of a pair: its kind and both places, e.g. `nvlink:1b:00>43:00`.
+
+    What is zero in almost every address, domain and function, is left out.
+    """
+
+    def place(address: str) -> str:
+        return address.removeprefix("0000:").removesuffix(".0")
+
+    return f"{kind}:{place(card)}>{place(peer)}"
 
 
 def params_hash(params: Mapping[str, Value]) -> str:

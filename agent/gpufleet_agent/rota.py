@@ -1,9 +1,9 @@
 """Which bench is next, and how much of the cards' time benches may still take this hour.
 
 The stalest goes first: the one that is overdue by the largest part of its own interval. What was skipped or
-preempted is due again after a while, so that a short idle moment of a busy card is found; where nothing at
-all could be measured, nothing else is tried for as long. Every time is spread by a fifth: a fleet that was
-started at once does not measure at once.
+preempted is due again after a while, so that a short idle moment of a busy card is found, and so is a wrong
+result, once, so that it is known for sure; where nothing at all could be measured, nothing else is tried for
+as long. Every time is spread by a fifth: a fleet that was started at once does not measure at once.
 """
 
 import math
@@ -29,6 +29,7 @@ class _Bench:
     every_s: float
     due: float
     entities: dict[str, float] = field(default_factory=dict)
+    corrupt: set[str] = field(default_factory=set)
 
 
 class Rota:
@@ -90,16 +91,25 @@ class Rota:
         """Card time that entities may still have in this hour, those that had any."""
         return {entity: self._left(entity) for entity in self._spent}
 
-    def gone(self, name: str, outcomes: Mapping[str, tuple[str, float]], *, asked: bool = False) -> None:
+    def gone(
+        self,
+        name: str,
+        outcomes: Mapping[str, tuple[str, float]],
+        peers_s: Mapping[str, float] | None = None,
+        *,
+        asked: bool = False,
+    ) -> None:
         """A run ended.
 
         Args:
             name: Of the bench.
-            outcomes: Status and card time of each entity.
+            outcomes: Status and card time of each entity; the status of a wrong result is `corrupt`.
+            peers_s: Card time of each entity as the other end of a pair.
             asked: It was not for the interval: what it could not measure is not tried again for that.
         """
         now = self._clock()
-        for entity, (_, gpu_s) in outcomes.items():
+        kept = [(entity, gpu_s) for entity, (_, gpu_s) in outcomes.items()]
+        for entity, gpu_s in (*kept, *(peers_s or {}).items()):
             if gpu_s > 0:
                 self._spent.setdefault(entity, deque()).append((now, gpu_s))
                 self._total_s += gpu_s
@@ -108,8 +118,13 @@ class Rota:
             return
         for entity, (status, _) in outcomes.items():
             missed = status in _NOT_MEASURED
+            again = status == "corrupt" and entity not in bench.corrupt
+            if again:
+                bench.corrupt.add(entity)
+            elif not missed:
+                bench.corrupt.discard(entity)
             if not (missed and asked):
-                wait = min(RETRY_S, bench.every_s) if missed else bench.every_s
+                wait = min(RETRY_S, bench.every_s) if missed or again else bench.every_s
                 bench.entities[entity] = now + self._spread(wait)
         if not asked:
             present = {entity: bench.entities[entity] for entity in outcomes}

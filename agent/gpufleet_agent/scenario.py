@@ -111,6 +111,7 @@ KINDS: dict[str, Kind] = {
     "pcie_width": Kind(True, {"width": Accepts(8, words=_WIDTHS)}),
     "pcie_gen": Kind(True, {"gen": Accepts(1, words=(1, 2, 3, 4, 5, 6))}),
     "h2d_drop": Kind(True, {"loss": Accepts(0.2, 0.0, 0.99)}),
+    "silent_corruption": Kind(True, {"share": Accepts(1.0, 0.0, 1.0)}),
     "driver_hang": Kind(True, {"call": Accepts("temperature")}),
     "agent_stopped": Kind(False, {}),
     "reboot": Kind(False, {"down_s": Accepts(60.0, 1, 86400)}, until=False),

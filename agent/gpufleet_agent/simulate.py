@@ -33,7 +33,7 @@ from gpufleet_agent.encode import BodyBuilder
 from gpufleet_agent.episodes import Episodes
 from gpufleet_agent.guard import GuardedHost, HostSettings
 from gpufleet_agent.isolation import KERNEL_LOG_S
-from gpufleet_agent.measure import Place
+from gpufleet_agent.measure import Place, ends
 from gpufleet_agent.pipe import Inventory
 from gpufleet_agent.probe import Sweep, check_row, mono_us, run_probe, wall_us
 from gpufleet_agent.probes import PROBES
@@ -429,12 +429,11 @@ class _Life:
         asked = bench.Settings(bench=name, host=HostSettings(), state_dir="", lock="", lease=lease)
         statuses: dict[str, int] = {}
         try:
-            for gpu in self._whole.gpus():
-                if entity not in ("", f"gpu:{gpu.uuid}"):
-                    continue
-                place = Place(self._whole, gpu, "")
-                row = bench.measure(asked, BENCHES[name], place, f"gpu:{gpu.uuid}", "")
-                row |= bench.after(self._whole, gpu)
+            of = BENCHES[name]
+            for gpu, peer in ends(of.ON, self._whole.gpus(), entity, int(time.time() // of.EVERY)):
+                place = Place(self._whole, gpu, "", peer=peer)
+                row = bench.measure(asked, of, place, f"gpu:{gpu.uuid}", "")
+                row = bench.after(self._whole, gpu) | row
                 cells, reasons = check_row(BENCH_METRICS, row)
                 sweep.rows.append(cells)
                 sweep.reasons.append(reasons)

@@ -34,6 +34,9 @@ _STEP: tuple[Step, ...] = (
 STEPS: Mapping[str, tuple[Step, ...]] = {
     "agent_silent": (("", "see whether the host is up (BMC), then systemctl status gpufleet-agent on it"),),
     "bandwidth_regression": (("", "run the bench again on the idle node before anything else"), *_CARD),
+    "bench_corrupt": (
+        ("", "take the card out of service now, then replace it: what it calculated is in doubt"),
+    ),
     "clock_skew": _CLOCK,
     "clock_unsynchronised": _CLOCK,
     "data_starved": (("", "look at the loader and at what feeds it: fleet job shows where it runs"),),

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from gpufleet_agent.drivers import Gpu
 from gpufleet_agent.drivers.nvml import NvmlHost
 from gpufleet_agent.measure import Place
 
-MEASURED = """model,h2d,hbm
-NVIDIA H200,55.4,
-NVIDIA H100 80GB HBM3,54.8,2570
-NVIDIA A100-SXM4-80GB,25.9,
-NVIDIA A100-SXM4-40GB,25.9,
+MEASURED = """model,h2d,hbm,nvlink
+NVIDIA H200,55.4,,396
+NVIDIA H100 80GB HBM3,54.8,2570,380
+NVIDIA A100-SXM4-80GB,25.9,,276
+NVIDIA A100-SXM4-40GB,25.9,,276
 """
 """GB/s of good cards, read and written both counted in memory, by published measurements."""
 
@@ -25,8 +26,8 @@ def cards() -> list[tuple[NvmlHost, Gpu]]:
     return [(host, gpu) for gpu in host.gpus()]
 
 
-def measure(host: NvmlHost, gpu: Gpu, name: str) -> float:
-    result, _ = BENCHES[name].run(Place(host, gpu, "/tmp"), BENCHES[name].PARAMS)
+def measure(host: NvmlHost, gpu: Gpu, name: str, peer: Gpu | None = None) -> float:
+    result, _ = BENCHES[name].run(Place(host, gpu, "/tmp", peer=peer), BENCHES[name].PARAMS)
     if result.status != "ok":
         pytest.skip(f"{name}: {result.status}: {result.reason}")
     assert result.value is not None
@@ -52,7 +53,40 @@ def test_the_clock_is_the_one_that_the_card_can_hold() -> None:
 
 
 @pytest.mark.gpu
-def test_arithmetic_is_steady() -> None:
+@pytest.mark.parametrize("name", ["fma", "gemm"])
+def test_arithmetic_is_steady(name: str) -> None:
     for host, gpu in cards():
-        first, second = measure(host, gpu, "fma"), measure(host, gpu, "fma")
+        first, second = measure(host, gpu, name), measure(host, gpu, name)
         assert first == pytest.approx(second, rel=0.03)
+
+
+@pytest.mark.gpu
+def test_tensor_cores_do_more_than_the_rest_of_the_card() -> None:
+    for host, gpu in cards():
+        result, convention = BENCHES["gemm"].run(Place(host, gpu, "/tmp"), BENCHES["gemm"].PARAMS)
+        if not convention.startswith("mma"):
+            pytest.skip(f"{convention}: the card has no tensor cores")
+        assert result.value is not None, result.reason
+        assert result.value > 1.5 * measure(host, gpu, "fma")
+
+
+@pytest.mark.gpu
+def test_copies_between_cards_are_those_of_their_link_and_steady() -> None:
+    known = {row["model"]: row["nvlink"] for row in csv.DictReader(io.StringIO(MEASURED))}
+    found = cards()
+    if len(found) < 2:
+        pytest.skip(f"p2p needs two cards: this host has {len(found)}")
+    measured = 0
+    for (host, gpu), (_, peer) in itertools.permutations(found, 2):
+        result, _ = BENCHES["p2p"].run(Place(host, gpu, "/tmp", peer=peer), BENCHES["p2p"].PARAMS)
+        if result.status == "unsupported":
+            continue
+        assert result.status == "ok", result.reason
+        second = measure(host, gpu, "p2p", peer)
+        assert result.value == pytest.approx(second, rel=0.03)
+        typical = known.get(gpu.identity()["model"]) if result.link == "nvlink" else None
+        if typical:
+            assert second == pytest.approx(float(typical), rel=0.1)
+        measured += 1
+    if not measured:
+        pytest.skip("no two cards of this host reach each other's memory")

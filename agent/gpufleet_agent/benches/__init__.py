@@ -1,7 +1,7 @@
 """Every micro-benchmark, and the columns of table `bench`."""
 
 from gpufleet.metric import Kind, Metric, Type, Unit
-from gpufleet_agent.benches import clock, d2h, disk_read, fma, h2d, hbm, memcpy
+from gpufleet_agent.benches import clock, d2h, disk_read, fma, gemm, h2d, hbm, memcpy, p2p
 from gpufleet_agent.measure import Bench
 
 BENCHES: dict[str, Bench] = {
@@ -12,6 +12,8 @@ BENCHES: dict[str, Bench] = {
     "hbm": hbm,
     "clock": clock,
     "fma": fma,
+    "p2p": p2p,
+    "gemm": gemm,
 }
 """Every bench, by name."""
 
@@ -20,8 +22,8 @@ _K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE
 
 METRICS = (
     Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID> or node:."),
-    Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one; else empty."),
-    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, memcpy, disk_read."),
+    Metric("peer", _S, Unit.TEXT, _K, "The card that was sent to, gpu:<UUID>; else empty."),
+    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, p2p, gemm, memcpy, disk_read."),
     Metric("version", _S, Unit.TEXT, _K, "Of the bench; another version is another series."),
     Metric("convention", _S, Unit.TEXT, _K, "What counts as a byte moved: copied_once, read_plus_write, ..."),
     Metric("params_hash", _S, Unit.TEXT, _K, "Hash of the parameters; other parameters are another series."),
@@ -35,7 +37,7 @@ METRICS = (
     Metric("gpu_seconds", _F, Unit.SECOND, _G, "Time the card was kept from others.", 0, 1e6),
     Metric("lease", _S, Unit.TEXT, _ST, "The collector's lease it ran under; empty when scheduled."),
     Metric("driver", _S, Unit.TEXT, _ST, "Driver version."),
-    Metric("link", _S, Unit.TEXT, _ST, "Link it went over: pcie4x16, ..."),
+    Metric("link", _S, Unit.TEXT, _ST, "Link it went over: pcie4x16; between cards with both places: nvlink:1b:00>43:00."),
     Metric("temperature_c", _F, Unit.CELSIUS, _G, "Of the card afterwards.", -40, 150),
     Metric("power_w", _F, Unit.WATT, _G, "Of the card afterwards.", 0, 3000),
     Metric("sm_clock_mhz", _F, Unit.MHZ, _G, "Of the card afterwards.", 0, 5000),

@@ -13,7 +13,7 @@ from gpufleet_agent.measure import Place, on_card
 
 EVERY = 3600.0
 VERSION = "1"
-ON: Literal["host", "gpu"] = "gpu"
+ON: Literal["host", "gpu", "pair"] = "gpu"
 COST_S = 3.0
 CONVENTION = "copied_once"
 PARAMS: Mapping[str, Value] = {"bytes": 64 << 20, "copies": 16, "repeats": 5}

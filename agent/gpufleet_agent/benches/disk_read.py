@@ -18,7 +18,7 @@ from gpufleet_agent.measure import Place
 
 EVERY = 6 * 3600.0
 VERSION = "1"
-ON: Literal["host", "gpu"] = "host"
+ON: Literal["host", "gpu", "pair"] = "host"
 CONVENTION = "direct_sequential"
 COST_S = 0.0
 PARAMS: Mapping[str, Value] = {"bytes": 64 << 20, "block_bytes": 1 << 20, "repeats": 5}

@@ -12,7 +12,7 @@ from gpufleet_agent.measure import Place, on_card
 
 EVERY = 6 * 3600.0
 VERSION = "1"
-ON: Literal["host", "gpu"] = "gpu"
+ON: Literal["host", "gpu", "pair"] = "gpu"
 COST_S = 3.0
 CONVENTION = "fp32_fma_is_two"
 PARAMS: Mapping[str, Value] = {"launch_ms": 20, "repeats": 9}

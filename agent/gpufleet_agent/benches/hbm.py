@@ -12,7 +12,7 @@ from gpufleet_agent.measure import Place, on_card
 
 EVERY = 3600.0
 VERSION = "1"
-ON: Literal["host", "gpu"] = "gpu"
+ON: Literal["host", "gpu", "pair"] = "gpu"
 COST_S = 3.0
 CONVENTION = "read_plus_write"
 PARAMS: Mapping[str, Value] = {"bytes": 512 << 20, "copies": 16, "repeats": 5}

@@ -14,7 +14,7 @@ from gpufleet_agent.measure import Place
 
 EVERY = 3600.0
 VERSION = "1"
-ON: Literal["host", "gpu"] = "host"
+ON: Literal["host", "gpu", "pair"] = "host"
 CONVENTION = "copied_once"
 COST_S = 0.0
 PARAMS: Mapping[str, Value] = {"bytes": 64 << 20, "repeats": 7, "best_of": 3}

@@ -128,6 +128,7 @@ class BenchResult:
         seconds: Time the run took.
         gpu_seconds: Time the card was kept from others.
         convention: Where it was not measured by the bench's usual one: another series.
+        link: What lies between the two cards of a pair: nvlink or pcie.
     """
 
     status: str
@@ -138,6 +139,7 @@ class BenchResult:
     seconds: float = 0.0
     gpu_seconds: float = 0.0
     convention: str = ""
+    link: str = ""
 
 
 class Gpu(Protocol):
@@ -181,6 +183,20 @@ class Gpu(Protocol):
         Raises:
             Lost, Hung: This card does not answer.
         """
+
+
+def link_between(mine: Sequence[Row] | Null, theirs: Sequence[Row] | Null, peer: str) -> str:
+    """What a card's copies to the card at `peer` go over: nvlink or pcie.
+
+    Args:
+        mine: Its links, as `Gpu.links` has them.
+        theirs: Those of the other.
+        peer: PCI address of the other.
+    """
+    ends = [[] if isinstance(one, Null) else list(one) for one in (mine, theirs)]
+    direct = any(row.get("remote_pci") == peer for row in ends[0])
+    switched = all(any(row.get("remote_kind") == "switch" for row in rows) for rows in ends)
+    return "nvlink" if direct or switched else "pcie"
 
 
 class Host(Protocol):

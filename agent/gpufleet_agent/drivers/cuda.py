@@ -1,24 +1,25 @@
 """Benches on NVIDIA cards through the driver's own library, libcuda.so.1, and nothing else of CUDA.
 
-One card per call: its context and everything in it is made for one run and given back at its end, whatever
-ends it. Kernels are PTX of an old version, which every driver since compiles for its cards. Each call is
-announced first, since any of them may not return.
+One card or one pair per call: contexts and everything in them are made for one run and given back at its end,
+whatever ends it. Each call is announced first, since any of them may not return.
 """
 
 import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Self
 
 from gpufleet.metric import Null, Value
-from gpufleet_agent.drivers import BenchResult, Check, Progress, files
+from gpufleet_agent.drivers import BenchResult, Check, Progress, cuda_ptx, files
 
 _Device = c_int
 _Pointer = c_uint64
@@ -30,6 +31,12 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, _Device),
     "cuCtxCreate_v2": (POINTER(_Handle), c_uint, _Device),
     "cuCtxDestroy_v2": (_Handle,),
+    "cuCtxPushCurrent_v2": (_Handle,),
+    "cuCtxPopCurrent_v2": (POINTER(_Handle),),
+    "cuCtxSynchronize": (),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), _Device, _Device),
+    "cuCtxEnablePeerAccess": (_Handle, c_uint),
+    "cuCtxDisablePeerAccess": (_Handle,),
     "cuStreamCreate": (POINTER(_Handle), c_uint),
     "cuStreamDestroy_v2": (_Handle,),
     "cuEventCreate": (POINTER(_Handle), c_uint),
@@ -45,6 +52,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "cuMemcpyHtoDAsync_v2": (_Pointer, c_void_p, c_size_t, _Handle),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _Pointer, c_size_t, _Handle),
     "cuMemcpyDtoDAsync_v2": (_Pointer, _Pointer, c_size_t, _Handle),
+    "cuMemcpyPeerAsync": (_Pointer, _Handle, _Pointer, _Handle, c_size_t, _Handle),
     "cuMemcpyDtoH_v2": (c_void_p, _Pointer, c_size_t),
     "cuModuleLoadData": (POINTER(_Handle), c_char_p),
     "cuModuleGetFunction": (POINTER(_Handle), _Handle, c_char_p),
@@ -58,12 +66,14 @@ _SCHED_BLOCKING, _EVENT_BLOCKING, _PORTABLE = 4, 1, 1
 _IN_ORDER = 0
 """A stream that waits for what is done without one, such as filling memory."""
 
-_PROCESSORS = 16
-_OUT_OF_MEMORY, _UNAVAILABLE = 2, 46
+_PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+_OUT_OF_MEMORY, _UNAVAILABLE, _NO_PEER = 2, 46, 217
 _CANNOT = {
     34: "only the driver's stub of libcuda is there",
     100: "the driver shows CUDA no card",
     101: "the driver does not show CUDA this card",
+    209: "the driver does not compile for this card",
+    _NO_PEER: "neither NVLink nor PCIe lets one of the cards reach the other's memory",
     222: "the driver does not compile this PTX",
     801: "not supported",
     804: "the driver is too new or too old for this library",
@@ -74,9 +84,9 @@ _TURN_MS = 50.0
 """Work is handed to the card in pieces of at most about this long, and between them we look around."""
 
 _SETTLE_MOST, _SETTLE_MOST_MS, _SETTLED, _WITHIN = 25, 500.0, 3, 0.02
-_THREADS, _BLOCKS_PER_PROCESSOR = 256, 4
-_CHAINS, _TIMES = 8, 32
-_CLOCK_TIMES = 64
+_THREADS, _WARP, _BLOCKS_PER_PROCESSOR, _GEMM_BLOCKS_PER_PROCESSOR = 256, 32, 4, 2
+_SMALL = (4 << 10, 64 << 10, 1 << 20)
+"""Copies between cards that are looked at byte by byte, before the large ones are timed."""
 
 
 class CudaError(Exception):
@@ -92,7 +102,10 @@ class CudaError(Exception):
 
 
 class Corrupt(Exception):
-    """The card gave back other bits than it must."""
+    """The card gave back other bits than it must. The reason begins with the word that rules look for."""
+
+    def __str__(self) -> str:
+        return f"corrupt: {super().__str__()}"
 
 
 class Cuda:
@@ -144,6 +157,9 @@ class Session:
         cuda: The library.
         pci: The card.
         check: Whether the run may go on.
+
+    Attributes:
+        convention: How the run measured, where that is not the bench's one way.
     """
 
     def __init__(self, cuda: Cuda, pci: str, check: Check) -> None:
@@ -152,6 +168,8 @@ class Session:
         self._check = check
         self._held = ExitStack()
         self._device = _Device()
+        self._context = _Handle()
+        self.convention = ""
         self._stream = _Handle()
         self._events = (_Handle(), _Handle())
 
@@ -162,9 +180,8 @@ class Session:
             call("cuInit", 0)
             call("cuDeviceGetByPCIBusId", byref(self._device), self._pci.encode())
             self._check()
-            context = _Handle()
-            call("cuCtxCreate_v2", byref(context), _SCHED_BLOCKING, self._device)
-            self._give_back("cuCtxDestroy_v2", context)
+            call("cuCtxCreate_v2", byref(self._context), _SCHED_BLOCKING, self._device)
+            self._give_back("cuCtxDestroy_v2", self._context)
             call("cuStreamCreate", byref(self._stream), _IN_ORDER)
             self._give_back("cuStreamDestroy_v2", self._stream)
             for event in self._events:
@@ -215,9 +232,37 @@ class Session:
 
     def processors(self) -> int:
         """How many SMs the card has."""
-        count = c_int()
-        self._cuda.call("cuDeviceGetAttribute", byref(count), _PROCESSORS, self._device)
-        return min(4096, max(1, count.value))
+        return min(4096, max(1, self._attribute(_PROCESSORS)))
+
+    def architecture(self) -> int:
+        """Major * 10 + minor, e.g. 90."""
+        return self._attribute(_MAJOR) * 10 + self._attribute(_MINOR)
+
+    def _attribute(self, which: int) -> int:
+        value = c_int()
+        self._cuda.call("cuDeviceGetAttribute", byref(value), which, self._device)
+        return value.value
+
+    def beside(self, pci: str) -> "Peer":
+        """The other card of a pair, which this one may write to.
+
+        Raises:
+            CudaError: It may not, or a call failed.
+        """
+        call, device, can = self._cuda.call, _Device(), c_int()
+        call("cuDeviceGetByPCIBusId", byref(device), pci.encode())
+        call("cuDeviceCanAccessPeer", byref(can), self._device, device)
+        if not can.value:
+            raise CudaError("cuDeviceCanAccessPeer", _NO_PEER, "no")
+        self._check()
+        there = _Handle()
+        call("cuCtxCreate_v2", byref(there), _SCHED_BLOCKING, device)
+        self._give_back("cuCtxDestroy_v2", there)
+        call("cuCtxPopCurrent_v2", byref(_Handle()))  # a new context is the current one
+        self._check()
+        call("cuCtxEnablePeerAccess", there, 0)
+        self._give_back("cuCtxDisablePeerAccess", there)
+        return Peer(self._cuda, self._held, self._context, there, self._stream)
 
     def copy_in(self, to: _Pointer, source: int, size: int) -> None:
         """Host to card; returns at once."""
@@ -272,6 +317,57 @@ class Session:
         self._held.callback(release)
 
 
+class Peer:
+    """The other card of a pair. What is done there is done in its own context.
+
+    Args:
+        cuda: The library.
+        held: What is given back at the end of the session.
+        here: The context of the card that sends.
+        there: Of this one.
+        stream: Of the card that sends.
+    """
+
+    def __init__(self, cuda: Cuda, held: ExitStack, here: _Handle, there: _Handle, stream: _Handle) -> None:
+        self._cuda, self._held, self._stream = cuda, held, stream
+        self._here, self._there = here, there
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        self._cuda.call("cuCtxPushCurrent_v2", self._there)
+        try:
+            yield
+        finally:
+            with suppress(CudaError):  # the context goes soon, and an error that is under way says more
+                self._cuda.call("cuCtxPopCurrent_v2", byref(_Handle()))
+
+    def memory(self, size: int) -> _Pointer:
+        """Memory of this card, a multiple of four bytes, all zero."""
+        pointer = _Pointer()
+
+        def release() -> None:
+            with suppress(CudaError), self._current():
+                self._cuda.call("cuMemFree_v2", pointer)
+
+        with self._current():
+            self._cuda.call("cuMemAlloc_v2", byref(pointer), size)
+            self._held.callback(release)
+            self._cuda.call("cuMemsetD32_v2", pointer, 0, size // 4)
+            self._cuda.call("cuCtxSynchronize")  # the sender's stream does not wait for this card's work
+        return pointer
+
+    def copy_to(self, to: _Pointer, source: _Pointer, size: int) -> None:
+        """From the sender's memory to this card's; returns at once."""
+        self._cuda.call("cuMemcpyPeerAsync", to, self._there, source, self._here, size, self._stream)
+
+    def read(self, source: _Pointer, size: int) -> bytes:
+        """Bytes of this card's memory."""
+        buffer = ctypes.create_string_buffer(size)
+        with self._current():
+            self._cuda.call("cuMemcpyDtoH_v2", buffer, source, size)
+        return buffer.raw
+
+
 def run_bench(
     name: str, params: Mapping[str, Value], card: "Card", progress: Progress, check: Check
 ) -> BenchResult:
@@ -294,7 +390,7 @@ def run_bench(
             seconds = time.perf_counter() - began
             return BenchResult("failed", None, unit, str(error), (), seconds, seconds)
     seconds = time.perf_counter() - began
-    convention = "copied_once_anywhere" if near is not None and not near.bound else ""
+    convention = "copied_once_anywhere" if near is not None and not near.bound else session.convention
     return BenchResult("ok", median(samples), unit, "", samples, seconds, seconds, convention)
 
 
@@ -446,70 +542,29 @@ def _fill(here: int, size: int) -> bytes:
     return pattern
 
 
+def _peer_copy(session: Session, params: Mapping[str, Value]) -> list[float]:
+    size, word = int(params["bytes"]), 0x6996_A55A
+    here, source = session.pinned(_MIB), session.memory(size, word)
+    pattern = _fill(here, _MIB)
+    peer = session.beside(str(params["peer"]))
+    target = peer.memory(size)
+    session.timed_ms(lambda: session.copy_in(source, here, len(pattern)))
+    for length in (*(one for one in _SMALL if one < size), size):
+        session.timed_ms(partial(peer.copy_to, target, source, length))
+        if peer.read(target, min(length, len(pattern))) != pattern[:length]:
+            raise Corrupt(f"of {length} bytes sent, others arrived on {params['peer']}")
+    rates = _copies(session, params, 1, lambda: peer.copy_to(target, source, size))
+    last = peer.read(_Pointer(target.value + size - 4096), 4096)
+    if peer.read(target, len(pattern)) != pattern or last != word.to_bytes(4, "little") * 1024:
+        raise Corrupt(f"what arrived on {params['peer']} is not what was sent")
+    return rates
+
+
 # ---- kernels
 
 
-def _ptx(name: str, chains: int, times: int, before: Sequence[str], after: Sequence[str]) -> str:
-    """A kernel in which each thread runs a loop of multiply-adds: `chains` of them, each `times` long.
-
-    Its parameters: address of one 8-byte slot per thread, and how often the loop runs (at least once).
-    """
-    chain = [f"%f{at + 1}" for at in range(chains)]
-    begin = [
-        f"add.f32 {one}, {before_one}, 0f3F800000;"  # 1.0: no two chains are alike
-        for before_one, one in zip(["%f0", *chain], chain, strict=False)
-    ]
-    # x * 0.99999905 + 0.000001: never leaves the ordinary numbers
-    body = [f"fma.rn.f32 {one}, {one}, %fa, %fb;" for one in chain] * times
-    total = [f"add.f32 %f0, %f0, {one};" for one in chain]
-    lines = [
-        ".reg .pred %p1;",
-        f".reg .f32 %f<{chains + 1}>;",
-        ".reg .f32 %fa, %fb;",
-        ".reg .b32 %r<6>;",
-        ".reg .b64 %rd<8>;",
-        "ld.param.u64 %rd1, [slots];",
-        "ld.param.u32 %r1, [loops];",
-        "cvta.to.global.u64 %rd2, %rd1;",
-        "mov.u32 %r2, %tid.x;",
-        "mov.u32 %r3, %ctaid.x;",
-        "mov.u32 %r4, %ntid.x;",
-        "mad.lo.u32 %r5, %r3, %r4, %r2;",
-        "mul.wide.u32 %rd3, %r5, 8;",
-        "add.s64 %rd4, %rd2, %rd3;",
-        "cvt.rn.f32.u32 %f0, %r5;",
-        "mov.f32 %fa, 0f3F7FFFF0;",
-        "mov.f32 %fb, 0f358637BD;",
-        *begin,
-        *before,
-        "again:",
-        *body,
-        "sub.u32 %r1, %r1, 1;",
-        "setp.ne.u32 %p1, %r1, 0;",
-        "@%p1 bra again;",
-        *after,
-        *total,
-        "st.global.f32 [%rd4], %f0;",
-        "ret;",
-    ]
-    head = f".version 6.0\n.target sm_50\n.address_size 64\n\n.visible .entry {name}(\n"
-    text = "\n".join(f"    {line}" if not line.endswith(":") else line for line in lines)
-    return f"{head}    .param .u64 slots,\n    .param .u32 loops\n)\n{{\n{text}\n}}\n"
-
-
-CLOCK_PTX = _ptx(
-    "gpufleet_clock", 1, _CLOCK_TIMES, ["mov.u64 %rd5, %clock64;"],
-    ["mov.u64 %rd6, %clock64;", "sub.s64 %rd7, %rd6, %rd5;", "cvt.u32.u64 %r2, %rd7;",
-     "st.global.u32 [%rd4+4], %r2;"],
-)  # fmt: skip
-"""One chain, so that nothing runs beside it; beside the sum, the cycles it took."""
-
-FMA_PTX = _ptx("gpufleet_fma", _CHAINS, _TIMES, [], [])
-"""So many chains that no unit waits for a result; the sum has to come out the same each time."""
-
-
 class _Kernel:
-    """One of the two, in launches of about the wanted length."""
+    """One of them, in launches of about the wanted length."""
 
     def __init__(self, session: Session, ptx: str, name: str, threads: int, blocks: int) -> None:
         self._session = session
@@ -548,7 +603,7 @@ class _Kernel:
 
 def _clock(session: Session, params: Mapping[str, Value]) -> list[float]:
     threads, launch_ms = 32, float(params["launch_ms"])
-    kernel = _Kernel(session, CLOCK_PTX, "gpufleet_clock", threads, session.processors())
+    kernel = _Kernel(session, cuda_ptx.CLOCK, "gpufleet_clock", threads, session.processors())
     kernel.warm_up(launch_ms)
     rates = []
     for _ in range(int(params["repeats"])):
@@ -562,9 +617,9 @@ def _clock(session: Session, params: Mapping[str, Value]) -> list[float]:
 
 def _fma(session: Session, params: Mapping[str, Value]) -> list[float]:
     blocks = session.processors() * _BLOCKS_PER_PROCESSOR
-    kernel = _Kernel(session, FMA_PTX, "gpufleet_fma", _THREADS, blocks)
+    kernel = _Kernel(session, cuda_ptx.FMA, "gpufleet_fma", _THREADS, blocks)
     kernel.warm_up(float(params["launch_ms"]))
-    work = 2.0 * blocks * _THREADS * _CHAINS * _TIMES * kernel.loops
+    work = 2.0 * blocks * _THREADS * cuda_ptx.FMA_CHAINS * cuda_ptx.FMA_TIMES * kernel.loops
     rates, first = [], b""
     for _ in range(int(params["repeats"])):
         rates.append(work / kernel.run_ms() / 1e9)
@@ -578,10 +633,53 @@ def _fma(session: Session, params: Mapping[str, Value]) -> list[float]:
     return rates
 
 
+def _gemm(session: Session, params: Mapping[str, Value]) -> list[float]:
+    architecture, blocks = session.architecture(), session.processors() * _GEMM_BLOCKS_PER_PROCESSOR
+    multiply = cuda_ptx.multiply(architecture)
+    session.convention = f"{multiply.name}_sm{architecture}"
+    kernel = _Kernel(session, cuda_ptx.gemm(multiply), "gpufleet_gemm", _THREADS, blocks)
+    kernel.warm_up(float(params["launch_ms"]))
+    # once more than the loop runs, for the product that stays
+    flop = multiply.flop * (kernel.loops + 1 / cuda_ptx.GEMM_TIMES) * blocks * _THREADS / _WARP
+    rates, right = [], b""
+    for _ in range(int(params["repeats"])):
+        rates.append(flop / kernel.run_ms() / 1e9)
+        right = _same(kernel.results(), blocks, right)
+    return rates
+
+
+def _same(results: bytes, blocks: int, right: bytes) -> bytes:
+    """What every block has to give: what most of the first round gave.
+
+    Args:
+        results: A word per thread, all blocks; and then the processor, plus one, of each.
+        blocks: How many.
+        right: What they gave before; empty in the first round.
+
+    Raises:
+        Corrupt: One gave something else, or nothing.
+    """
+    size = len(results) // 2 // blocks
+    given = [results[at : at + size] for at in range(0, size * blocks, size)]
+    right = right or Counter(given).most_common(1)[0][0]
+    places = memoryview(results).cast("I")[len(results) // 8 :: size // 4].tolist()
+    if not all(places):
+        raise Corrupt(f"{places.count(0)} of {blocks} blocks wrote no result")
+    wrong = [place - 1 for one, place in zip(given, places, strict=True) if one != right]
+    if wrong:
+        where = ", ".join(map(str, sorted(set(wrong))[:8]))
+        raise Corrupt(
+            f"the same work gave other bits in {len(wrong)} of {blocks} blocks, on processors {where}"
+        )
+    return right
+
+
 _BENCHES: dict[str, tuple[Callable[[Session, Mapping[str, Value]], list[float]], str]] = {
     "h2d": (_host_to_device, "GB/s"),
     "d2h": (_device_to_host, "GB/s"),
     "hbm": (_device_copy, "GB/s"),
     "clock": (_clock, "MHz"),
     "fma": (_fma, "TFLOPS"),
+    "p2p": (_peer_copy, "GB/s"),
+    "gemm": (_gemm, "TFLOPS"),
 }

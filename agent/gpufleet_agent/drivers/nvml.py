@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gpufleet.event import Event
@@ -27,6 +28,7 @@ from gpufleet_agent.drivers import (
     Progress,
     Ring,
     go_on,
+    link_between,
     nvidia_cards,
     nvml_health,
     nvml_links,
@@ -473,7 +475,7 @@ class NvmlHost(SysfsHost):
         return [process for gpu in gpus for process in gpu.processes()]
 
     def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
-        """On the card that `pci` or `gpu_uuid` names, through CUDA's driver library.
+        """On the card that `pci` or `gpu_uuid` names, through CUDA's driver library; to the one at `peer`.
 
         Raises:
             DriverGone: No driver answers.
@@ -488,7 +490,13 @@ class NvmlHost(SysfsHost):
             return BenchResult("failed", None, "", f"no card {wanted}: give pci or gpu_uuid")
         visible = [one.uuid for one in gpus if one.uuid and one.pci not in self.skip]
         device = self.root / "sys/bus/pci/devices" / gpu.pci
-        return cuda.run_bench(name, params, cuda.Card(gpu.pci, visible, device), self._announced, check)
+        other = params.get("peer")
+        peer = next((one for one in gpus if one.pci == other), None)
+        if other and peer is None:
+            return BenchResult("unsupported", None, "", f"{other} is no card of NVIDIA's driver")
+        link = link_between(gpu.links(), peer.links(), peer.pci) if peer is not None else ""
+        card = cuda.Card(gpu.pci, visible, device)
+        return replace(cuda.run_bench(name, params, card, self._announced, check), link=link)
 
     def kernel_log(self, cursor: str) -> tuple[Sequence[Event], str]:
         """Events of the kernel log after `cursor`. What it says of lost cards is remembered."""

@@ -446,7 +446,10 @@ class SimulatedHost:
         return self._jobs.process(pid, self.now(), self._phase(), 0.002, 0.004)
 
     def run_bench(self, name: str, params: Mapping[str, Value], check: Check = go_on) -> BenchResult:
-        """A bench of the card that `pci` or `gpu_uuid` names; `unsupported` for one that is not simulated."""
+        """A bench of the card that `pci` or `gpu_uuid` names, with the one at `peer` where it is on a pair.
+
+        `unsupported` for one that is not simulated.
+        """
         if name not in simulated_benches.UNITS:
             return BenchResult("unsupported", None, "", f"{name} is not simulated")
         unit = simulated_benches.UNITS[name]
@@ -457,11 +460,22 @@ class SimulatedHost:
             if gpu is None:
                 return BenchResult("failed", None, unit, f"no card {wanted}: give pci or gpu_uuid")
             phase = gpu.answer(name)
+            if name == "p2p":
+                return self._pair(gpu, phase, params)
         except Hung as hung:
             return BenchResult("hung", None, unit, str(hung))
         except DriverError as error:
             return BenchResult("failed", None, unit, f"{error.code}: {error}")
         return simulated_benches.run(name, self.model, phase, self.now(), int(params.get("repeats", 5)))
+
+    def _pair(self, gpu: SimulatedGpu, phase: CardPhase, params: Mapping[str, Value]) -> BenchResult:
+        peer = next((one for one in self._list() if one.pci == params.get("peer")), None)
+        if peer is None or self.model.guest:
+            why = "a guest's cards do not reach each other" if peer else f"no card {params.get('peer')}"
+            return BenchResult("unsupported", None, "GB/s", why)
+        both = (phase, peer.answer("p2p"))
+        links = (gpu.links(), peer.links())
+        return simulated_benches.pair(self.model, both, links, self.now(), int(params.get("repeats", 5)))
 
     def _phase(self) -> NodePhase:
         return self._node.at(self.now())

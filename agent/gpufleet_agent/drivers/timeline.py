@@ -157,6 +157,7 @@ class CardPhase:
     gen: int = 1
     width: int = 16
     h2d: float = 1.0
+    corrupts: float = 0.0
     target_c: float = _AMBIENT_C
     settle_s: float = _SETTLE_S
     start_c: float = _AMBIENT_C
@@ -466,6 +467,8 @@ def _healthy(phase: CardPhase, active: Sequence[Fault]) -> CardPhase:
             phase = replace(phase, remap_pending=True)
         elif fault.kind == "remap_failed":
             phase = replace(phase, remap_failed=True)
+        elif fault.kind == "silent_corruption":
+            phase = replace(phase, corrupts=max(phase.corrupts, fault.number("share")))
         elif fault.kind == "recovery_action":
             phase = replace(phase, action=str(fault.param("action")))
         elif fault.kind == "mig_on":

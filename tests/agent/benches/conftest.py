@@ -168,6 +168,10 @@ class Caller:
         status, value, reason = msgspec.json.decode(self.process.stdout.readline())
         return status, value, reason
 
+    def longest_ms(self) -> float:
+        """The most that the card had to do at once in the last run, by its own clock."""
+        return max(float(text) for _, _, text in self.rig.log("elapsed"))
+
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory, driver: Path) -> Iterator[Caller]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gpufleet_agent import hook
+from gpufleet_agent.gate import Lock
 
 pytestmark = pytest.mark.slow  # each is a process that a scheduler would start
 
@@ -114,12 +115,15 @@ def test_it_ends_by_its_deadline_when_a_driver_call_does_not_return(rig: Any) ->
 
 
 def test_an_agents_bench_makes_way_for_the_hook(rig: Any) -> None:
-    rig.cuda("slow cuEventSynchronize 250000")
+    rig.cuda("block cuEventSynchronize")
     agents = rig.start(rig.settings("hbm", force=True))
-    rig.wait_for(lambda: rig.count("cuEventSynchronize") >= 2)
+    rig.wait_for(lambda: rig.count("cuEventSynchronize"))
+    lock = Lock(os.open(rig.lock, os.O_RDONLY))
     hooks = start(rig, "--quick", "-o", "json", "--deadline", "60s")
-    assert rig.rows(agents)[-1]["reason"] == "the lock is wanted"
+    rig.wait_for(lock.wanted)
+    lock.release()
     rig.cuda()
+    assert rig.rows(agents)[-1]["reason"] == "the lock is wanted"
     status, out, _ = end(hooks)
     assert status == 0
     assert len(json.loads(out)["items"]) == 4

@@ -1,6 +1,7 @@
 """Rule bandwidth_regression, and the baselines it compares with."""
 
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -313,6 +314,32 @@ def test_no_well_card_is_below_the_floor(
     assert [row[2:4] for row in fleet.findings()] == ([("firing", "crit")] if found[0] == "crit" else [])
 
 
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [("nvlink:1b:00>43:00", ("crit", "below_floor")), ("pcie:1b:00>43:00", ("n/a", "learning"))],
+)
+def test_a_floor_holds_for_all_pairs_of_cards_with_its_link(
+    fleet: "Fleet", judge: Judge, link: str, found: tuple[str, str]
+) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    fleet.bench(card.entity, card.node, 300.0, bench="p2p", link=link)
+    assert fleet.find(RULE, card.entity)[:2] == found
+
+
+def test_each_pair_has_its_own_baseline(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    for peer, value in (("43:00", 380.0), ("52:00", 190.0)):
+        for _ in range(10):
+            fleet.bench(
+                card.entity, card.node, value, bench="p2p", link=f"nvlink:1b:00>{peer}", convention="x"
+            )
+            fleet.at += timedelta(minutes=5)
+        baselines.learn(fleet.store, fleet.at)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "as_before")
+    fleet.bench(card.entity, card.node, 190.0, bench="p2p", link="nvlink:1b:00>43:00", convention="x")
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "slower")
+
+
 @pytest.mark.parametrize("other", [{"link": "pcie4x16"}, {"bench": "d2d"}, {"convention": "both_ways"}])
 def test_a_floor_holds_for_its_bench_link_and_convention(
     fleet: "Fleet", judge: Judge, other: dict[str, str]
@@ -362,3 +389,17 @@ def test_expected_values_are_plausible(fleet: "Fleet", judge: Judge) -> None:
         assert (name == "hbm") == (clock is not None), where
         if isinstance(clock, int) and isinstance(bits, int):
             assert theory == pytest.approx(clock * 1e6 * 2 * bits / 8 / 1e9, rel=0.01), where
+
+
+def test_the_page_has_the_expected_values_of_copies_between_cards(fleet: "Fleet", judge: Judge) -> None:
+    page = (Path(__file__).parents[3] / "docs/benches.md").read_text()
+    told = {
+        tuple(cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        for line in page.splitlines()
+        if "| `p2p` | `copied_once` |" in line
+    }
+    known = fleet.sql(
+        "SELECT words, bench, convention, link, format('{:g}', typical), format('{:g}', floor), source "
+        "FROM bench_expected() WHERE bench = 'p2p'"
+    )
+    assert told == set(known)
