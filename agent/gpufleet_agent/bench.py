@@ -21,13 +21,14 @@ import msgspec
 from gpufleet import log as logs
 from gpufleet.metric import Cell, Null, Reason
 from gpufleet_agent import pipe
-from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Stop, TooLong, host_load
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
 from gpufleet_agent.measure import Bench, Place, params_hash
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.progress import SharedProgress
+from gpufleet_agent.tool import end_at_once
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         wait_s: So long whoever has the lock may take to make way; only in a process's main thread.
         force: Run also on a busy host: a person asked for it.
         progress_fd: Descriptor of the shared memory; -1 = nobody watches.
+        command: The tool that a bench is to run, with its arguments; empty = the bench's own.
+        deadline_s: So long a tool may take.
     """
 
     bench: str
@@ -69,6 +72,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     force: bool = False
     progress_fd: int = -1
+    command: list[str] = []
+    deadline_s: float = 60.0
 
 
 def run_bench(settings: Settings, progress: SharedProgress | None = None, stop: Stop | None = None) -> Sweep:
@@ -122,21 +127,27 @@ def _run_on_all(
 
 def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate) -> list[dict[str, Cell]]:
     """Of the host itself: what a job on any of its cards would disturb, and what would disturb the job."""
-    if settings.entity not in ("", "node:") or "node:" in settings.fresh:
+    tool = settings.bench in TOOLS
+    if "node:" in settings.fresh or (settings.entity.startswith("gpu:") and not tool):
         return []
+    if tool and settings.host.driver == "simulated":
+        why = "a simulated host has no tools"
+        return [_row(settings, bench, "node:", _not_run("unsupported", why))]
     try:
         cards = [] if settings.host.driver == "simulated" else list(host.gpus())
     except DriverGone as error:
         if error.code in ("hung", "released", "starting", "no_permission"):
             why = f"no card can be seen: {error.code}"
-            return [measure(settings, bench, Place(None, None, ""), "node:", why)]
+            return measure(settings, bench, Place(None, None, ""), "node:", why)
         cards = []  # nobody can use them
     shut = gate.before(cards)
     why = gate.locked_out() or ("" if settings.force else host_load(settings.rules))
     why = why or next((f"card {pci}: {text}" for pci, text in shut.items()), "") or gate.enter(cards)
-    place = Place(None, None, settings.state_dir, gate.check)
-    row = measure(settings, bench, place, "node:", why)
-    return [_checked(row, lambda: gate.after(cards))]
+    named = {card.pci: f"gpu:{card.uuid}" for card in cards}
+    place = Place(None, None, settings.state_dir, gate.check, named, settings.command, settings.deadline_s)
+    rows = measure(settings, bench, place, "node:", why)
+    disturbed = gate.after(cards) if any(row["status"] == "ok" for row in rows) else ""
+    return [_checked(row, lambda: disturbed) for row in rows]
 
 
 def _run_on_card(settings: Settings, bench: Bench, place: Place, gate: Gate, why: str) -> dict[str, Cell]:
@@ -145,7 +156,7 @@ def _run_on_card(settings: Settings, bench: Bench, place: Place, gate: Gate, why
     assert isinstance(host, GuardedHost)
     watched = [] if settings.host.driver == "simulated" else [gpu]
     why = why or gate.enter(watched)
-    row = measure(settings, bench, Place(host, gpu, place.state_dir, gate.check), f"gpu:{gpu.uuid}", why)
+    (row,) = measure(settings, bench, Place(host, gpu, place.state_dir, gate.check), f"gpu:{gpu.uuid}", why)
     if row["status"] != "skipped":
         row |= after(host, gpu)
     return _checked(row, lambda: gate.after(watched))
@@ -168,21 +179,33 @@ def _spent(settings: Settings, bench: Bench, entity: str) -> str:
     return f"budget: {left:.1f} of {most:g} s per hour are left, and it may take {bench.COST_S:g}"
 
 
-def measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not: str) -> dict[str, Cell]:
-    """The row of one run on one entity; `why_not` says why it was not run."""
+def measure(
+    settings: Settings, bench: Bench, place: Place, entity: str, why_not: str
+) -> list[dict[str, Cell]]:
+    """The rows of one run: one of the entity, or those of its parts. `why_not` says why it was not run."""
     if why_not:
-        return _row(settings, bench, entity, _not_run("skipped", why_not))
+        return [_row(settings, bench, entity, _not_run("skipped", why_not))]
     began = time.perf_counter()
     try:
-        result, convention = bench.run(place, bench.PARAMS)
+        found = bench.run(place, bench.PARAMS)
     except (DriverError, Preempted, TooLong) as error:
         seconds = time.perf_counter() - began
         kept = seconds if bench.ON == "gpu" else 0.0
         status, why = "preempted" if isinstance(error, Preempted) else "failed", str(error)
         if isinstance(error, DriverError):
             status, why = "hung" if error.code == "hung" else "failed", f"{error.code}: {error}"
-        return _row(settings, bench, entity, BenchResult(status, None, "", why, (), seconds, kept))
-    return _row(settings, bench, entity, result) | {"convention": convention}
+        return [_row(settings, bench, entity, BenchResult(status, None, "", why, (), seconds, kept))]
+    if isinstance(found, tuple):
+        result, convention = found
+        return [_row(settings, bench, entity, result) | {"convention": convention}]
+    return [
+        _row(settings, bench, part.entity, part.result)
+        | {
+            "convention": part.convention,
+            "version": f"{bench.VERSION}-{part.version}" if part.version else bench.VERSION,
+        }
+        for part in found
+    ]
 
 
 def _row(settings: Settings, bench: Bench, entity: str, result: BenchResult) -> dict[str, Cell]:
@@ -198,7 +221,7 @@ def _row(settings: Settings, bench: Bench, entity: str, result: BenchResult) -> 
         "bench": settings.bench,
         "version": bench.VERSION,
         "convention": bench.CONVENTION,
-        "params_hash": params_hash(bench.PARAMS),
+        "params_hash": params_hash(bench.PARAMS, settings.command),
         "value": value if ok and value is not None else Null(Reason.NOT_READ, result.status),
         "unit": result.unit,
         "status": result.status,
@@ -251,6 +274,7 @@ class Yielding:
                 break
         self._stop.reason = TOLD
         time.sleep(_YIELD_S)
+        end_at_once()
         os._exit(128 + signal.SIGTERM)
 
 
@@ -261,7 +285,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     stop = Stop()
     Yielding(stop)
-    pipe.end_with_parent(0)
+    pipe.end_with_parent(0, end_at_once)
     out = pipe.claim_stdout()
     progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
     pipe.send(out, run_bench(settings, progress, stop))

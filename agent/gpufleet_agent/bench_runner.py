@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpufleet.metric import Value
 from gpufleet_agent.bench import TOLD, Settings
-from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.child import Child, module_command
 from gpufleet_agent.gate import DEFAULT, Rules
 from gpufleet_agent.guard import HostSettings
@@ -24,9 +25,12 @@ DEADLINE_S = 120.0
 TELL_SKIP_S = 3000.0
 """That a bench was skipped on something is told about once per hour, however often it was tried."""
 
-_STATUS, _BENCH, _ENTITY, _VERSION, _GPU_S = (
+LEAVE_S = 1.0
+"""So long a child may take to end by itself."""
+
+_STATUS, _BENCH, _ENTITY, _VERSION, _CONVENTION, _GPU_S = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "bench", "entity", "version", "gpu_seconds")
+    for name in ("status", "bench", "entity", "version", "convention", "gpu_seconds")
 )
 
 
@@ -44,6 +48,7 @@ class BenchRunner:
         command: The bench program.
         rules: What is free.
         rota: Which bench is next; it is told how each run went.
+        tools: Command and deadline of the benches that run a tool, those that are enabled.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class BenchRunner:
         command: Sequence[str] = module_command("gpufleet_agent.bench"),
         rules: Rules = DEFAULT,
         rota: Rota | None = None,
+        tools: Mapping[str, tuple[Sequence[str], float]] | None = None,
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -69,23 +75,27 @@ class BenchRunner:
         self._command = command
         self._rules = rules
         self._rota = rota or Rota({}, rules.gpu_s_per_hour)
+        self._tools = tools or {}
         self._skips_told: dict[str, float] = {}
         self._stopped = False
         self._one_at_a_time = asyncio.Lock()
         self._child: Child | None = None
+
+    def allowed(self, bench: str) -> bool:
+        """Whether it may run: one that runs a tool of the host must be enabled."""
+        return bench not in TOOLS or bench in self._tools
 
     @property
     def running(self) -> bool:
         """Whether a bench runs now."""
         return self._one_at_a_time.locked()
 
-    async def run(
-        self, bench: str, entity: str = "", lease: str = "", deadline_s: float = DEADLINE_S
-    ) -> Sweep:
+    async def run(self, bench: str, entity: str = "", lease: str = "", deadline_s: float = math.inf) -> Sweep:
         """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
         async with self._one_at_a_time:
             self._stopped = False
-            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
+            most_s = DEADLINE_S + self._tools.get(bench, ((), 0.0))[1]
+            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), most_s))
             self._rota.gone(bench, _outcomes(sweep), asked=bool(entity or lease))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
@@ -97,7 +107,7 @@ class BenchRunner:
         self._stopped = True
         if self._child is not None:
             self._child.leave()
-            self._child.kill()
+            asyncio.get_running_loop().call_later(LEAVE_S, self._child.kill)
 
     async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
         skips = self._skips()
@@ -126,6 +136,8 @@ class BenchRunner:
                     lease=lease,
                     skip=skips,
                     progress_fd=memory,
+                    command=list(self._tools.get(bench, ((), 0.0))[0]),
+                    deadline_s=self._tools.get(bench, ((), 0.0))[1],
                 ),
                 take,
             )
@@ -149,7 +161,10 @@ class BenchRunner:
         finally:
             self._child = None
             child.abandon()
-            child.kill()
+            try:
+                await child.wait(LEAVE_S)  # it ends by itself, and a tool that it runs with it
+            finally:
+                child.kill()
             await child.wait(1.0)  # a moment, so that it is gone when it can go; one stuck in a driver stays
             child.progress.close()
 
@@ -164,7 +179,7 @@ class BenchRunner:
                 "bench": bench,
                 "version": module.VERSION,
                 "convention": module.CONVENTION,
-                "params_hash": params_hash(module.PARAMS),
+                "params_hash": params_hash(module.PARAMS, self._tools.get(bench, ((), 0.0))[0]),
                 "status": status,
                 "reason": reason,
                 "seconds": seconds,
@@ -211,12 +226,17 @@ class BenchRunner:
 
 
 def _key(row: Sequence[Value | None]) -> str:
-    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY))
+    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY, _CONVENTION))
 
 
 def _outcomes(sweep: Sweep) -> dict[str, tuple[str, float]]:
-    """Status and card time of each entity."""
-    return {str(row[_ENTITY]): (str(row[_STATUS]), float(row[_GPU_S] or 0.0)) for row in sweep.rows}
+    """Status and card time of each entity; it was measured when one of its results was."""
+    found: dict[str, tuple[str, float]] = {}
+    for row in sweep.rows:
+        entity, status, gpu_s = str(row[_ENTITY]), str(row[_STATUS]), float(row[_GPU_S] or 0.0)
+        before = found.get(entity, (status, 0.0))
+        found[entity] = (before[0] if before[0] == "ok" else status, before[1] + gpu_s)
+    return found
 
 
 def statuses(sweep: Sweep) -> dict[str, int]:

@@ -101,6 +101,7 @@ def scan(config_path: Path | None, output: str) -> None:
 @click.argument("name", required=False)
 @_config_option
 @click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]), help="How to print.")
+@click.option("--list", "listed", is_flag=True, help="Say which benches there are, and which an agent runs.")
 @click.option("--quick", is_flag=True, help="For a scheduler's hook: a few benches on cards that are free.")
 @click.option(
     "--deadline", default="20s", show_default=True, help="With --quick, end by then: seconds, or 20s, 2m."
@@ -113,6 +114,7 @@ def bench(
     name: str | None,
     config_path: Path | None,
     output: str,
+    listed: bool,
     quick: bool,
     deadline: str,
     floors: tuple[str, ...],
@@ -127,6 +129,9 @@ def bench(
 
     if quick:
         sys.exit(_quick(name, config_path, output, deadline, floors))
+    if listed:
+        _list_benches(config_path)
+        return
     if name not in BENCHES:
         raise click.UsageError(f"no bench {name!r}: there is {', '.join(BENCHES)}")
     try:
@@ -139,7 +144,7 @@ def bench(
     if sweep.error:
         raise _Refused(f"bench {name}: {sweep.error}")
     if not rows:
-        print("nothing to run it on", file=sys.stderr)
+        print("nothing to run it on: no driver shows a card here (fleet-agent scan)", file=sys.stderr)
     sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
 
 
@@ -186,6 +191,8 @@ def _bench_settings(
         state_dir=_writable(config.state_dir) or "/var/tmp",
         lock=_lock_path(config),
         rules=config.gate,
+        command=config.tool(name).command,
+        deadline_s=config.tool(name).deadline_s,
         force=force,
         wait_s=wait_s,
     )
@@ -203,7 +210,23 @@ def _print_benches(rows: list[dict[str, "Value | None"]], output: str) -> None:
         if row.get("below"):
             shown += f"  below {row['floor']:g}"
         extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
-        print(f"{row['entity']:<46}{row['bench']:<11}{shown}{extra}", flush=True)
+        how = f"  ({row['convention']})" if row["status"] == "ok" else ""
+        print(f"{row['entity']:<46}{row['bench']:<16}{shown}{extra}{how}", flush=True)
+
+
+def _list_benches(config_path: Path | None) -> None:
+    """Every bench: on what it runs, whether an agent of this configuration runs it, what it measures."""
+    from gpufleet_agent.benches import BENCHES
+
+    try:
+        config = _load(config_path)
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    for name, bench in BENCHES.items():
+        settings = config.bench(name)
+        often = f"every {settings.every_s / 3600:g} h" if settings.enabled else "off"
+        what = (sys.modules[f"gpufleet_agent.benches.{name}"].__doc__ or "").split(". ")[0].split("\n")[0]
+        print(f"{name:<16}{bench.ON:<6}{often:<12}{what}")
 
 
 @main.command()

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gpufleet.metric import Value
@@ -19,12 +19,35 @@ class Place:
         gpu: The card, for a bench on cards.
         state_dir: Where it may keep a file.
         check: To be called at least every tenth of a second; what it raises ends the run.
+        cards: The host's cards, for a bench of the host: PCI address -> entity.
+        command: A tool and its arguments; empty = the bench's own.
+        deadline_s: So long a tool may take.
     """
 
     host: Host | None
     gpu: Gpu | None
     state_dir: str
     check: Check = go_on
+    cards: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    deadline_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several results of a run.
+
+    Attributes:
+        entity: What it is of.
+        result: The result.
+        convention: What was counted, and how.
+        version: Of the tool that measured; empty = unknown, or the bench itself.
+    """
+
+    entity: str
+    result: BenchResult
+    convention: str
+    version: str = ""
 
 
 class Bench(Protocol):
@@ -54,8 +77,20 @@ class Bench(Protocol):
     def COST_S(self) -> float:
         """So long may one run keep a card for itself; 0 for a bench of the host."""
 
-    def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str]:
-        """Measure once: the result, and the convention that was used."""
+    def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str] | list[Part]:
+        """Measure once: the result and the convention that was used, or the results of all its parts."""
+
+
+class ToolBench(Bench, Protocol):
+    """A bench of the host that runs a tool which somebody has installed. Off unless it is enabled."""
+
+    @property
+    def COMMAND(self) -> Sequence[str]:
+        """What is run, unless another command is configured; empty = one must be."""
+
+    @property
+    def DEADLINE_S(self) -> float:
+        """Default of the time that it may take."""
 
 
 def on_card(name: str, at: Place, params: Mapping[str, Value], convention: str) -> tuple[BenchResult, str]:
@@ -66,7 +101,7 @@ def on_card(name: str, at: Place, params: Mapping[str, Value], convention: str) 
     return result, result.convention or convention
 
 
-def params_hash(params: Mapping[str, Value]) -> str:
-    """Names a set of parameters."""
-    text = json.dumps(dict(params), sort_keys=True)
+def params_hash(params: Mapping[str, Value], command: Sequence[str] = ()) -> str:
+    """Names a set of parameters, and the command that was configured, if one was."""
+    text = json.dumps(dict(params) | ({"command": list(command)} if command else {}), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

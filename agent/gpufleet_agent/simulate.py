@@ -433,7 +433,7 @@ class _Life:
                 if entity not in ("", f"gpu:{gpu.uuid}"):
                     continue
                 place = Place(self._whole, gpu, "")
-                row = bench.measure(asked, BENCHES[name], place, f"gpu:{gpu.uuid}", "")
+                (row,) = bench.measure(asked, BENCHES[name], place, f"gpu:{gpu.uuid}", "")
                 row |= bench.after(self._whole, gpu)
                 cells, reasons = check_row(BENCH_METRICS, row)
                 sweep.rows.append(cells)

@@ -25,7 +25,7 @@ from gpufleet.tls import validity
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent import benches, encode
 from gpufleet_agent.bench_runner import BenchRunner
-from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.child import module_command
 from gpufleet_agent.config import AgentConfig
 from gpufleet_agent.control import NAME as CONTROL_NAME
@@ -184,6 +184,11 @@ class Supervisor:
             bench,
             self.config.gate,
             self.rota,
+            {
+                name: (tool.command, tool.deadline_s)
+                for name in TOOLS
+                if (tool := self.config.tool(name)).enabled
+            },
         )
 
     def _take_up_episodes(self) -> Episodes:
