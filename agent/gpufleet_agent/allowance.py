@@ -19,20 +19,26 @@ def cpus(root: Path = ROOT) -> float:
     return most
 
 
+_OF_ALL, _OF_OURS = 0.25, 0.75
+
+
 def memory_bytes(root: Path = ROOT) -> float:
-    """Memory that it may still take without pushing anything out; infinite where it is not said."""
+    """Memory that a run may take: a quarter of what the machine has free, most of what its groups leave.
+
+    Infinite where neither is said.
+    """
     most = math.inf
     with suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                most = int(line.split()[1]) * 1024.0
+                most = _OF_ALL * int(line.split()[1]) * 1024
     for group in _groups(root):
         for name in ("memory.max", "memory.high"):
             with suppress(OSError, ValueError):
                 limit = (group / name).read_text().strip()
                 if limit != "max":
                     used = int((group / "memory.current").read_text())
-                    most = min(most, max(0.0, int(limit) - used))
+                    most = min(most, _OF_OURS * max(0, int(limit) - used))
     return most
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from gpufleet import log as logs
 from gpufleet.metric import Cell, Null, Reason
-from gpufleet_agent import pipe
+from gpufleet_agent import handover, pipe
 from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Stop, TooLong, host_load
@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         progress_fd: Descriptor of the shared memory; -1 = nobody watches.
         command: The tool that a bench is to run, with its arguments; empty = the bench's own.
         deadline_s: So long a tool may take.
+        unit: Socket of the unit that benches run in; empty, or nobody there = here.
     """
 
     bench: str
@@ -74,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     progress_fd: int = -1
     command: list[str] = []
     deadline_s: float = 60.0
+    unit: str = ""
 
 
 def run_bench(settings: Settings, progress: SharedProgress | None = None, stop: Stop | None = None) -> Sweep:
@@ -279,10 +281,32 @@ class Yielding:
 
 
 def main() -> None:
-    """Run the bench that argv[1] describes."""
+    """Run the bench that argv[1] describes, or have its unit run it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.setup()
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    passed = (0, 1, settings.progress_fd) if settings.progress_fd >= 0 else (0, 1)
+    connection = handover.connect(settings.unit)
+    if connection is None:
+        _run_here(settings)
+    else:
+        pipe.end_with_parent(0)
+        sys.exit(0 if handover.give(connection, sys.argv[1].encode(), passed) else 1)
+
+
+def main_of_unit() -> None:
+    """Run the bench that the connection on standard input hands over: systemd starts this for each."""
+    logs.setup()
+    connection, data, passed = handover.take(0)
+    settings = msgspec.json.decode(data, type=Settings)
+    os.dup2(passed[0], 0)
+    os.dup2(passed[1], 1)
+    pipe.end_with_parent(connection.fileno(), end_at_once)
+    _run_here(msgspec.structs.replace(settings, progress_fd=passed[2] if len(passed) > 2 else -1))
+    handover.done(connection)
+
+
+def _run_here(settings: Settings) -> None:
     stop = Stop()
     Yielding(stop)
     pipe.end_with_parent(0, end_at_once)

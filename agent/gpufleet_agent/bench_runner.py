@@ -49,6 +49,7 @@ class BenchRunner:
         rules: What is free.
         rota: Which bench is next; it is told how each run went.
         tools: Command and deadline of the benches that run a tool, those that are enabled.
+        unit: Socket of the unit that benches run in; empty = they run beside the agent.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class BenchRunner:
         rules: Rules = DEFAULT,
         rota: Rota | None = None,
         tools: Mapping[str, tuple[Sequence[str], float]] | None = None,
+        unit: str = "",
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -76,6 +78,7 @@ class BenchRunner:
         self._rules = rules
         self._rota = rota or Rota({}, rules.gpu_s_per_hour)
         self._tools = tools or {}
+        self._unit = unit
         self._skips_told: dict[str, float] = {}
         self._stopped = False
         self._one_at_a_time = asyncio.Lock()
@@ -136,6 +139,7 @@ class BenchRunner:
                     lease=lease,
                     skip=skips,
                     progress_fd=memory,
+                    unit=self._unit,
                     command=list(self._tools.get(bench, ((), 0.0))[0]),
                     deadline_s=self._tools.get(bench, ((), 0.0))[1],
                 ),

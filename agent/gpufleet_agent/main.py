@@ -229,6 +229,14 @@ def _list_benches(config_path: Path | None) -> None:
         print(f"{name:<16}{bench.ON:<6}{often:<12}{what}")
 
 
+@main.command(hidden=True)
+def bench_unit() -> None:
+    """What gpufleet-bench@.service runs: the bench that the agent hands over on standard input."""
+    from gpufleet_agent.bench import main_of_unit
+
+    main_of_unit()
+
+
 @main.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
 @click.option("--collector", default="127.0.0.1:7443", show_default=True, help="HOST:PORT of the collector.")

@@ -35,6 +35,7 @@ from gpufleet_agent.directives import Directives
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.episodes import Episodes, happened
 from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.handover import NAME as BENCH_NAME
 from gpufleet_agent.identity import Identity
 from gpufleet_agent.isolation import Isolation
 from gpufleet_agent.loader import NAME as LOADER_NAME
@@ -189,6 +190,7 @@ class Supervisor:
                 for name in TOOLS
                 if (tool := self.config.tool(name)).enabled
             },
+            str(Path(self.config.runtime_dir) / BENCH_NAME),
         )
 
     def _take_up_episodes(self) -> Episodes:

@@ -26,7 +26,9 @@ def cards() -> list[tuple[NvmlHost, Gpu]]:
 
 
 def measure(host: NvmlHost, gpu: Gpu, name: str) -> float:
-    result, _ = BENCHES[name].run(Place(host, gpu, "/tmp"), BENCHES[name].PARAMS)
+    found = BENCHES[name].run(Place(host, gpu, "/tmp"), BENCHES[name].PARAMS)
+    assert isinstance(found, tuple)
+    result, _ = found
     if result.status != "ok":
         pytest.skip(f"{name}: {result.status}: {result.reason}")
     assert result.value is not None

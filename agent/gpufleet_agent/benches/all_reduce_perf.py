@@ -22,7 +22,7 @@ CONVENTION = "busbw"
 COST_S = 0.0
 DEADLINE_S = 120.0
 COMMAND = ("all_reduce_perf", "-b", "8G", "-e", "8G", "-g", "{cards}", "-n", "20", "-w", "5", "-c", "1")
-PARAMS: Mapping[str, Value] = {}
+PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 _MOST = 20_000.0
 _LABEL = re.compile(r"^(?:\[[\d,]+\]<std(?:out|err)>:|\s*\d+: )", re.MULTILINE)

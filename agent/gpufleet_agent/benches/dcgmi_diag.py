@@ -21,7 +21,7 @@ CONVENTION = "passed"
 COST_S = 0.0
 DEADLINE_S = 600.0
 COMMAND = ("dcgmi", "diag", "-r", "2", "-j")
-PARAMS: Mapping[str, Value] = {}
+PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 UNIT = "passed"
 

@@ -26,7 +26,7 @@ COMMAND = (
     "--bs=1M", "--size=256M", "--direct=1", "--ioengine=psync", "--thread", "--numjobs=4", "--group_reporting",
     "--runtime=5", "--time_based",
 )  # fmt: skip
-PARAMS: Mapping[str, Value] = {}
+PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 _MOST = 1000.0
 _ROOM = 1 << 30

@@ -22,7 +22,7 @@ CONVENTION = "copied_once"
 COST_S = 0.0
 DEADLINE_S = 30.0
 COMMAND: tuple[str, ...] = ()
-PARAMS: Mapping[str, Value] = {}
+PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 _MOST = 400.0
 _GB_PER_S = {"Gb/sec": 1 / 8, "MiB/sec": (1 << 20) / 1e9, "MB/sec": (1 << 20) / 1e9}

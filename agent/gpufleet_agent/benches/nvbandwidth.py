@@ -24,7 +24,7 @@ COMMAND = (
     "nvbandwidth", "-j", "-t", "host_to_device_memcpy_ce", "device_to_host_memcpy_ce",
     "device_to_device_memcpy_write_ce", "device_local_copy",
 )  # fmt: skip
-PARAMS: Mapping[str, Value] = {}
+PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 _MOST = 20_000.0
 _ADDRESS = re.compile(r"\(([0-9a-fA-F]{8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.0)?\)")
