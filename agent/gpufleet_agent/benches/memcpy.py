@@ -115,7 +115,7 @@ class _Team:
         passes = 1 + repeats * best_of  # the first is not counted
         try:
             for which in range(len(self._cpus)):
-                thread = threading.Thread(target=self._work, args=(which, passes), daemon=True)
+                thread = threading.Thread(target=self._work, args=(which, passes), name="memcpy", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as error:

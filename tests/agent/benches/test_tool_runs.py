@@ -84,12 +84,12 @@ def none_left(fake: Fake) -> None:
     until(lambda: not any(alive(pid) for pid in fake.started()))
 
 
-@pytest.mark.slow
 def test_one_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake: Fake) -> None:
-    path = fake.tool(f"{FAMILY}\nsleep 1000")
+    path = fake.tool('echo $$ >>"$PIDS"\nsetsid sleep 1000 & echo $! >>"$PIDS"\nsleep 1000')
+    fake.pids.touch()
     with pytest.raises(tool.BadTool, match="had not ended by its deadline"):
-        tool.run([path], 12.0)
-    none_left(fake)
+        tool.run([path], 1.5)
+    until(lambda: not any(alive(pid) for pid in fake.started()))
 
 
 def test_one_that_must_make_way_is_ended_with_all_it_started(fake: Fake) -> None:
@@ -238,8 +238,10 @@ def test_our_own_tool_is_nobody_who_came(fake: Fake) -> None:
     def check() -> None:
         if fake.ready and not seen:
             seen.extend(gate._ours(pid) for pid in fake.started())
+            raise Preempted("seen")
 
-    tool.run([fake.tool(f"{FAMILY}\nsleep 1")], 600.0, check)
+    with pytest.raises(Preempted):
+        tool.run([fake.tool(f"{FAMILY}\nsleep 1000")], 600.0, check)
     assert seen == [True] * 5
     assert gate._ours(os.getpid())
     assert not gate._ours(1)

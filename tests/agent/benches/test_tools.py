@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpufleet_agent import tool
@@ -229,6 +229,7 @@ CUTS = st.lists(
 def test_a_damaged_output_is_never_a_value_that_cannot_be(path: Path) -> None:
     whole = path.read_bytes()
 
+    @settings(max_examples=25)
     @given(CUTS)
     def damaged(cuts: list[tuple[float, int, bytes]]) -> None:
         data = whole
