@@ -124,8 +124,9 @@ def bench(
     With --quick, without NAME: for a prolog or epilog. Exit status 0: all cards were measured; 1: one is
     below its floor, failed or hung; 2: wrong usage; 3: one could not be judged (busy, no driver, no time).
     """
-    from gpufleet_agent.bench import run_bench
+    from gpufleet_agent.bench import Yielding, run_bench
     from gpufleet_agent.benches import BENCHES, METRICS
+    from gpufleet_agent.gate import Stop
 
     if quick:
         sys.exit(_quick(name, config_path, output, deadline, floors))
@@ -138,7 +139,9 @@ def bench(
         settings = _bench_settings(_load(config_path), name, force=True)
     except ConfigError as error:
         raise _Refused(str(error)) from error
-    sweep = run_bench(settings)
+    stop = Stop()
+    Yielding(stop)
+    sweep = run_bench(settings, stop=stop)
     rows = [dict(zip((m.name for m in METRICS), cells, strict=True)) for cells in sweep.rows]
     _print_benches(rows, output)
     if sweep.error:

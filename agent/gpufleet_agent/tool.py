@@ -342,7 +342,7 @@ def measured(
         at: Where, and for how long.
         command: Program and arguments.
         usual: Unit and convention of a run that gave none.
-        read: Reads its output; BadTool says why it cannot.
+        read: Reads its output; BadTool says why it cannot, NoTool that the tool itself could not run.
         on_cards: It keeps the cards from others.
     """
     unit, convention = usual
@@ -356,6 +356,8 @@ def measured(
     else:
         try:
             parts = _settled(read(ran), ran)
+        except NoTool as error:
+            parts = [row("unsupported", unit, str(error), convention)]
         except BadTool as error:
             why = ran.why if ran.code else str(error)
             parts = [row("failed", unit, f"{one_line(command[0])}: {why}", convention)]

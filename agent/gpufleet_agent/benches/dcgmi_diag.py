@@ -28,6 +28,7 @@ UNIT = "passed"
 _TOP = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _RANK = {"pass": 1, "skip": 0, "not run": 0, "warn": 2, "fail": 3}
 _CARD = re.compile(r"^\|\s*(\d+)\s*\|.*?Device UUID:\s*(GPU-[0-9A-Fa-f-]{36})", re.MULTILINE | re.DOTALL)
+_REFUSED = re.compile(r"Unable to run diagnostic on unsupported .*")
 _BLOCK = re.compile(r"^(?=\|\s*\d+\s*\|)|^\+", re.MULTILINE)
 
 
@@ -40,7 +41,17 @@ def run(at: Place, params: Mapping[str, Value]) -> list[Part]:
         cards = {number: at_uuid for number, at_uuid in discovered(ran.out).items() if not ran.code}
     except (tool.NoTool, tool.BadTool):
         cards = {}
-    return tool.measured(at, command, (UNIT, CONVENTION), lambda ran: parse(ran.out, cards), on_cards=True)
+    return tool.measured(at, command, (UNIT, CONVENTION), lambda ran: _read(ran, cards), on_cards=True)
+
+
+def _read(ran: tool.Ran, cards: Mapping[str, str]) -> list[Part]:
+    try:
+        return parse(ran.out, cards)
+    except tool.BadTool:
+        refused = _REFUSED.search(f"{ran.out}\n{ran.err}")
+        if refused:
+            raise tool.NoTool(refused[0]) from None
+        raise
 
 
 def discovered(text: str) -> dict[str, str]:

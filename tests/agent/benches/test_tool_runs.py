@@ -222,6 +222,24 @@ def test_a_bench_process_that_ends_takes_its_tool_along(fake: Fake, how: str) ->
             process.kill()
 
 
+def test_a_bench_by_hand_that_is_told_to_stop_takes_its_tool_along(fake: Fake) -> None:
+    path = fake.tool(f"trap '' TERM\n{FAMILY}\nwhile :; do sleep 1000; done")
+    config = fake.folder / "agent.toml"
+    config.write_text(
+        f'driver = "none"\nstate_dir = "{fake.folder}"\nruntime_dir = "{fake.folder}"\n'
+        f'[benches.fio]\ncommand = ["{path}"]\ndeadline_s = 300\n'
+    )
+    command = [sys.executable, "-m", "gpufleet_agent.main", "bench", "fio", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            until(lambda: fake.ready)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) != 0
+            none_left(fake)
+        finally:
+            process.kill()
+
+
 def test_a_tool_ends_with_a_bench_process_that_is_killed(fake: Fake) -> None:
     path = fake.tool('echo $$ >>"$PIDS"; echo r >"$PIDS.ready"; exec sleep 1000')
     with start(fake.settings([path])) as process:

@@ -20,7 +20,7 @@ from gpufleet_agent.benches import (
     ib_write_bw,
     nvbandwidth,
 )
-from gpufleet_agent.measure import Part
+from gpufleet_agent.measure import Part, Place
 
 OUTPUTS = Path(__file__).parents[2] / "fixtures" / "bench_tools"
 A, B, C = (f"gpu:GPU-00000000-0000-4000-8000-0000000000{x}" for x in ("aa", "bb", "cc"))
@@ -60,6 +60,11 @@ FOUND: dict[str, set[tuple[str, str, float | None, str, str]]] = {
     "nvbandwidth-0.8-error": {
         ("node:", "failed", None, H2D, "0.8"),
         ("node:", "unsupported", None, "copied_once:not_a_test", "0.8"),
+    },
+    "nvbandwidth-0.6-waived": {
+        (A, "ok", 55.3812, H2D, "0.6"),
+        ("node:", "unsupported", None, "copied_once:device_to_device_memcpy_write_ce", "0.6"),
+        ("node:", "failed", None, LOCAL, "0.6"), ("node:", "failed", None, D2H, "0.6"),
     },
     "nvbandwidth-0.8-no-driver": {("node:", "failed", None, "copied_once", "0.8")},
     "all_reduce_perf-2.17-good": {("node:", "ok", 479.64, BUSBW, "nccl2.27.4")},
@@ -253,6 +258,24 @@ def test_an_output_that_is_cut_short_has_no_wrong_value(name: str) -> None:
             continue
         found = {(p.entity, p.convention, p.result.value) for p in parts if p.result.value is not None}
         assert found <= whole, at
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [("Error: Unable to run diagnostic on unsupported GPU 0.", "unsupported"), ("no", "failed")],
+)
+@pytest.mark.parametrize("where", ["", ">&2"])
+def test_a_diagnostic_that_refuses_the_card_is_unsupported(
+    tmp_path: Path, said: str, status: str, where: str
+) -> None:
+    path = tmp_path / "dcgmi"
+    path.write_text(f"#!/bin/sh\necho '{said}' {where}\necho '{{\"DCGM GPU Diagnostic\":{{}}}}'\nexit 1\n")
+    path.chmod(0o755)
+    at = Place(None, None, str(tmp_path), command=[str(path), "diag", "-j"])
+    (part,) = dcgmi_diag.run(at, {})
+    assert (part.entity, part.result.status, part.result.value) == ("node:", status, None)
+    if status == "unsupported":
+        assert part.result.reason == "Unable to run diagnostic on unsupported GPU 0."
 
 
 def test_tools_are_off_unless_somebody_enables_them() -> None:
