@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpufleet_agent.drivers import BenchResult, Check, go_on
+from gpufleet_agent.gate import Preempted
 from gpufleet_agent.measure import Part, Place
 
 OUTPUT_BYTES = 4 << 20
@@ -86,6 +87,7 @@ class _Running:
     """What is ours now, for a thread that must end the process at once."""
 
     before: frozenset[int] | None = None
+    ending = False
 
 
 def locate(name: str) -> str:
@@ -112,6 +114,7 @@ def run(command: Sequence[str], deadline_s: float, check: Check = go_on) -> Ran:
     Raises:
         NoTool: It cannot be started.
         BadTool: It took too long, or printed too much.
+        Preempted: This process is about to end.
     """
     program = locate(command[0])
     libc = ctypes.CDLL(None)
@@ -136,6 +139,8 @@ def run(command: Sequence[str], deadline_s: float, check: Check = go_on) -> Ran:
         finally:
             _Running.before = None
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    if _Running.ending:
+        raise Preempted("told to stop")  # it did not end by itself, so how it ended says nothing
     ran = Ran(process.returncode, _text(out), _text(err), time.monotonic() - began)
     if ran.code and ran.err.startswith("cannot be run: "):
         raise NoTool(f"{program}: {one_line(ran.err)}")
@@ -145,6 +150,7 @@ def run(command: Sequence[str], deadline_s: float, check: Check = go_on) -> Ran:
 def end_at_once() -> None:
     """Kill a tool that runs, and all that it started: this process is about to end."""
     before = _Running.before
+    _Running.ending = True
     if before is not None:
         _kill_family(before)
 
