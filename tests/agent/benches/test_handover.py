@@ -129,7 +129,7 @@ def test_a_bench_that_is_stopped_ends_in_its_unit_with_its_tool(unit: Unit, tmp_
 
 @pytest.mark.slow
 def test_a_unit_that_dies_is_a_failed_run(unit: Unit, tmp_path: Path) -> None:
-    script = "kill -KILL $PPID; sleep 1000"
+    script = "kill -KILL $PPID; exec sleep 1000"
     (row,) = rows(
         asyncio.run(runner(tmp_path, tool(tmp_path, script), str(unit.path)).run("fio", lease="l1"))
     )
