@@ -20,14 +20,15 @@ import msgspec
 
 from gpufleet import log as logs
 from gpufleet.metric import Cell, Null, Reason
-from gpufleet_agent import pipe
-from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent import handover, pipe
+from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Stop, TooLong, host_load
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
 from gpufleet_agent.measure import Bench, Place, ends, params_hash, path
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.progress import SharedProgress
+from gpufleet_agent.tool import end_at_once
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         wait_s: So long whoever has the lock may take to make way; only in a process's main thread.
         force: Run also on a busy host: a person asked for it.
         progress_fd: Descriptor of the shared memory; -1 = nobody watches.
+        command: The tool that a bench is to run, with its arguments; empty = the bench's own.
+        deadline_s: So long a tool may take.
+        unit: Socket of the unit that benches run in; empty, or nobody there = here.
     """
 
     bench: str
@@ -69,6 +73,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     force: bool = False
     progress_fd: int = -1
+    command: list[str] = []
+    deadline_s: float = 60.0
+    unit: str = ""
 
 
 def run_bench(settings: Settings, progress: SharedProgress | None = None, stop: Stop | None = None) -> Sweep:
@@ -121,7 +128,7 @@ def _run_on_all(
         place = Place(host, gpu, settings.state_dir, gate.check, peer)
         why = _shut(shut, place) or _spent(settings, bench, place, left_s)
         row = _run_on_cards(settings, bench, place, gate, why)
-        for card in place.cards:
+        for card in place.kept:
             entity = f"gpu:{card.uuid}"
             left_s[entity] = left_s.get(entity, settings.rules.gpu_s_per_hour) - number(row["gpu_seconds"])
         rows.append(row)
@@ -140,30 +147,44 @@ def _shut(shut: Mapping[str, str], place: Place) -> str:
 
 def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate) -> list[dict[str, Cell]]:
     """Of the host itself: what a job on any of its cards would disturb, and what would disturb the job."""
-    if settings.entity not in ("", "node:") or "node:" in settings.fresh:
+    tool = settings.bench in TOOLS
+    if "node:" in settings.fresh or (settings.entity.startswith("gpu:") and not tool):
         return []
+    if tool and settings.host.driver == "simulated":
+        why = "a simulated host has no tools"
+        return [_row(settings, bench, "node:", _not_run("unsupported", why))]
     try:
         cards = [] if settings.host.driver == "simulated" else list(host.gpus())
     except DriverGone as error:
         if error.code in ("hung", "released", "starting", "no_permission"):
             why = f"no card can be seen: {error.code}"
-            return [measure(settings, bench, Place(None, None, ""), "node:", why)]
+            return measure(settings, bench, Place(None, None, ""), "node:", why)
         cards = []  # nobody can use them
     shut = gate.before(cards)
     why = gate.locked_out() or ("" if settings.force else host_load(settings.rules))
     why = why or next((f"card {pci}: {text}" for pci, text in shut.items()), "") or gate.enter(cards)
-    place = Place(None, None, settings.state_dir, gate.check)
-    row = measure(settings, bench, place, "node:", why)
-    return [_checked(row, lambda: gate.after(cards))]
+    named = {card.pci: f"gpu:{card.uuid}" for card in cards}
+    place = Place(
+        None,
+        None,
+        settings.state_dir,
+        gate.check,
+        cards=named,
+        command=settings.command,
+        deadline_s=settings.deadline_s,
+    )
+    rows = measure(settings, bench, place, "node:", why)
+    disturbed = gate.after(cards) if any(row["status"] == "ok" for row in rows) else ""
+    return [_checked(row, lambda: disturbed) for row in rows]
 
 
 def _run_on_cards(settings: Settings, bench: Bench, place: Place, gate: Gate, why: str) -> dict[str, Cell]:
     gpu, host = place.gpu, place.host
     assert gpu is not None
     assert isinstance(host, GuardedHost)
-    watched = () if settings.host.driver == "simulated" else place.cards
+    watched = () if settings.host.driver == "simulated" else place.kept
     why = why or gate.enter(watched)
-    row = measure(settings, bench, place, f"gpu:{gpu.uuid}", why)
+    (row,) = measure(settings, bench, place, f"gpu:{gpu.uuid}", why)
     if row["status"] != "skipped":
         row = after(host, gpu) | row  # what lies between two cards is known already
     return _checked(row, lambda: gate.after(watched))
@@ -180,7 +201,7 @@ def _checked(row: dict[str, Cell], disturbed: Callable[[], str]) -> dict[str, Ce
 
 def _spent(settings: Settings, bench: Bench, place: Place, left_s: Mapping[str, float]) -> str:
     most = settings.rules.gpu_s_per_hour
-    left = min(left_s.get(f"gpu:{card.uuid}", most) for card in place.cards)
+    left = min(left_s.get(f"gpu:{card.uuid}", most) for card in place.kept)
     if settings.force or left >= bench.COST_S:
         return ""
     return f"budget: {max(0.0, left):.1f} of {most:g} s per hour are left, and it may take {bench.COST_S:g}"
@@ -191,14 +212,16 @@ def number(cell: Cell) -> float:
     return float(cell) if isinstance(cell, int | float) else 0.0
 
 
-def measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not: str) -> dict[str, Cell]:
-    """The row of one run on one entity; `why_not` says why it was not run."""
-    peer = f"gpu:{place.peer.uuid}" if place.peer is not None else ""
+def measure(
+    settings: Settings, bench: Bench, place: Place, entity: str, why_not: str
+) -> list[dict[str, Cell]]:
+    """The rows of one run: one of the entity, or those of its parts. `why_not` says why it was not run."""
+    peer: dict[str, Cell] = {"peer": f"gpu:{place.peer.uuid}"} if place.peer is not None else {}
     if why_not:
-        return _row(settings, bench, entity, _not_run("skipped", why_not)) | {"peer": peer}
+        return [_row(settings, bench, entity, _not_run("skipped", why_not)) | peer]
     began = time.perf_counter()
     try:
-        result, convention = bench.run(place, bench.PARAMS)
+        found = bench.run(place, bench.PARAMS)
     except (DriverError, Preempted, TooLong) as error:
         seconds = time.perf_counter() - began
         kept = 0.0 if bench.ON == "host" else seconds
@@ -206,11 +229,21 @@ def measure(settings: Settings, bench: Bench, place: Place, entity: str, why_not
         if isinstance(error, DriverError):
             status, why = "hung" if error.code == "hung" else "failed", f"{error.code}: {error}"
         result = BenchResult(status, None, "", why, (), seconds, kept)
-        return _row(settings, bench, entity, result) | {"peer": peer}
-    row = _row(settings, bench, entity, result) | {"peer": peer, "convention": convention}
-    if result.link and place.gpu is not None and place.peer is not None:
-        row["link"] = path(result.link, place.gpu.pci, place.peer.pci)
-    return row
+        return [_row(settings, bench, entity, result) | peer]
+    if isinstance(found, tuple):
+        result, convention = found
+        row = _row(settings, bench, entity, result) | peer | {"convention": convention}
+        if result.link and place.gpu is not None and place.peer is not None:
+            row["link"] = path(result.link, place.gpu.pci, place.peer.pci)
+        return [row]
+    return [
+        _row(settings, bench, part.entity, part.result)
+        | {
+            "convention": part.convention,
+            "version": f"{bench.VERSION}-{part.version}" if part.version else bench.VERSION,
+        }
+        for part in found
+    ]
 
 
 def _row(settings: Settings, bench: Bench, entity: str, result: BenchResult) -> dict[str, Cell]:
@@ -226,7 +259,7 @@ def _row(settings: Settings, bench: Bench, entity: str, result: BenchResult) -> 
         "bench": settings.bench,
         "version": bench.VERSION,
         "convention": bench.CONVENTION,
-        "params_hash": params_hash(bench.PARAMS),
+        "params_hash": params_hash(bench.PARAMS, settings.command),
         "value": value if ok and value is not None else Null(Reason.NOT_READ, result.status),
         "unit": result.unit,
         "status": result.status,
@@ -279,17 +312,40 @@ class Yielding:
                 break
         self._stop.reason = TOLD
         time.sleep(_YIELD_S)
+        end_at_once()
         os._exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Run the bench that argv[1] describes."""
+    """Run the bench that argv[1] describes, or have its unit run it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.setup()
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    passed = (0, 1, settings.progress_fd) if settings.progress_fd >= 0 else (0, 1)
+    connection = handover.connect(settings.unit)
+    if connection is None:
+        _run_here(settings)
+    else:
+        pipe.end_with_parent(0)
+        sys.exit(0 if handover.give(connection, sys.argv[1].encode(), passed) else 1)
+
+
+def main_of_unit() -> None:
+    """Run the bench that the connection on standard input hands over: systemd starts this for each."""
+    logs.setup()
+    connection, data, passed = handover.take(0)
+    settings = msgspec.json.decode(data, type=Settings)
+    os.dup2(passed[0], 0)
+    os.dup2(passed[1], 1)
+    pipe.end_with_parent(connection.fileno(), end_at_once)
+    _run_here(msgspec.structs.replace(settings, progress_fd=passed[2] if len(passed) > 2 else -1))
+    handover.done(connection)
+
+
+def _run_here(settings: Settings) -> None:
     stop = Stop()
     Yielding(stop)
-    pipe.end_with_parent(0)
+    pipe.end_with_parent(0, end_at_once)
     out = pipe.claim_stdout()
     progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
     pipe.send(out, run_bench(settings, progress, stop))

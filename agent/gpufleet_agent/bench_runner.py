@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpufleet.metric import Value
 from gpufleet_agent.bench import TOLD, Settings
-from gpufleet_agent.benches import BENCHES, METRICS
+from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.child import Child, module_command
 from gpufleet_agent.gate import DEFAULT, Rules
 from gpufleet_agent.guard import HostSettings
@@ -24,9 +25,12 @@ DEADLINE_S = 120.0
 TELL_SKIP_S = 3000.0
 """That a bench was skipped on something is told about once per hour, however often it was tried."""
 
-_STATUS, _REASON, _BENCH, _ENTITY, _PEER, _VERSION, _GPU_S = (
+LEAVE_S = 1.0
+"""So long a child may take to end by itself."""
+
+_STATUS, _REASON, _BENCH, _ENTITY, _PEER, _VERSION, _CONVENTION, _GPU_S = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "reason", "bench", "entity", "peer", "version", "gpu_seconds")
+    for name in ("status", "reason", "bench", "entity", "peer", "version", "convention", "gpu_seconds")
 )
 
 
@@ -44,6 +48,8 @@ class BenchRunner:
         command: The bench program.
         rules: What is free.
         rota: Which bench is next; it is told how each run went.
+        tools: Command and deadline of the benches that run a tool, those that are enabled.
+        unit: Socket of the unit that benches run in; empty = they run beside the agent.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class BenchRunner:
         command: Sequence[str] = module_command("gpufleet_agent.bench"),
         rules: Rules = DEFAULT,
         rota: Rota | None = None,
+        tools: Mapping[str, tuple[Sequence[str], float]] | None = None,
+        unit: str = "",
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -69,23 +77,28 @@ class BenchRunner:
         self._command = command
         self._rules = rules
         self._rota = rota or Rota({}, rules.gpu_s_per_hour)
+        self._tools = tools or {}
+        self._unit = unit
         self._skips_told: dict[str, float] = {}
         self._stopped = False
         self._one_at_a_time = asyncio.Lock()
         self._child: Child | None = None
+
+    def allowed(self, bench: str) -> bool:
+        """Whether it may run: one that runs a tool of the host must be enabled."""
+        return bench not in TOOLS or bench in self._tools
 
     @property
     def running(self) -> bool:
         """Whether a bench runs now."""
         return self._one_at_a_time.locked()
 
-    async def run(
-        self, bench: str, entity: str = "", lease: str = "", deadline_s: float = DEADLINE_S
-    ) -> Sweep:
+    async def run(self, bench: str, entity: str = "", lease: str = "", deadline_s: float = math.inf) -> Sweep:
         """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
         async with self._one_at_a_time:
             self._stopped = False
-            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
+            most_s = DEADLINE_S + self._tools.get(bench, ((), 0.0))[1]
+            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), most_s))
             self._rota.gone(bench, _outcomes(sweep), _peers_s(sweep), asked=bool(entity or lease))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
@@ -97,7 +110,7 @@ class BenchRunner:
         self._stopped = True
         if self._child is not None:
             self._child.leave()
-            self._child.kill()
+            asyncio.get_running_loop().call_later(LEAVE_S, self._child.kill)
 
     async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
         skips = self._skips()
@@ -126,6 +139,9 @@ class BenchRunner:
                     lease=lease,
                     skip=skips,
                     progress_fd=memory,
+                    unit=self._unit,
+                    command=list(self._tools.get(bench, ((), 0.0))[0]),
+                    deadline_s=self._tools.get(bench, ((), 0.0))[1],
                 ),
                 take,
             )
@@ -149,7 +165,10 @@ class BenchRunner:
         finally:
             self._child = None
             child.abandon()
-            child.kill()
+            try:
+                await child.wait(LEAVE_S)  # it ends by itself, and a tool that it runs with it
+            finally:
+                child.kill()
             await child.wait(1.0)  # a moment, so that it is gone when it can go; one stuck in a driver stays
             child.progress.close()
 
@@ -164,7 +183,7 @@ class BenchRunner:
                 "bench": bench,
                 "version": module.VERSION,
                 "convention": module.CONVENTION,
-                "params_hash": params_hash(module.PARAMS),
+                "params_hash": params_hash(module.PARAMS, self._tools.get(bench, ((), 0.0))[0]),
                 "status": status,
                 "reason": reason,
                 "seconds": seconds,
@@ -211,17 +230,23 @@ class BenchRunner:
 
 
 def _key(row: Sequence[Value | None]) -> str:
-    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY, _PEER) if row[at])
+    return " ".join(str(row[at]) for at in (_BENCH, _VERSION, _ENTITY, _PEER, _CONVENTION) if row[at])
 
 
 def _outcomes(sweep: Sweep) -> dict[str, tuple[str, float]]:
-    """Status and card time of each entity; a wrong result is `corrupt` here, and outweighs the others."""
+    """Status and card time of each entity; it was measured when one of its results was.
+
+    A wrong result is `corrupt` here, and outweighs the others.
+    """
     found: dict[str, tuple[str, float]] = {}
     for row in sweep.rows:
-        status, seconds = found.get(str(row[_ENTITY]), ("", 0.0))
-        if status != "corrupt":
-            status = "corrupt" if str(row[_REASON]).startswith("corrupt: ") else str(row[_STATUS])
-        found[str(row[_ENTITY])] = status, seconds + float(row[_GPU_S] or 0.0)
+        entity, status = str(row[_ENTITY]), str(row[_STATUS])
+        before, seconds = found.get(entity, ("", 0.0))
+        if str(row[_REASON]).startswith("corrupt: "):
+            status = "corrupt"
+        elif before in ("ok", "corrupt"):
+            status = before
+        found[entity] = status, seconds + float(row[_GPU_S] or 0.0)
     return found
 
 

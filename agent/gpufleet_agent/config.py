@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from gpufleet.tls import Tls
-from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.gate import Rules
 from gpufleet_agent.probes import PROBES
 
 Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
 """Seconds between two runs of something periodic."""
 
+Deadline = Annotated[float, msgspec.Meta(ge=1, le=4 * 3600)]
+"""Seconds that a tool may take."""
 
 MOST_LABELS = 16
 MOST_WORKER_NAMES = 32
@@ -35,6 +37,20 @@ class Periodic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     enabled: bool = True
     every_s: Every = 60.0
+
+
+class Tool(Periodic, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[benches.<name>]` of a bench that runs a tool of the host.
+
+    Attributes:
+        enabled: Off by default: it may take minutes of every card.
+        command: Program and arguments, run without a shell; empty = as docs/benches.md says.
+        deadline_s: It is ended after this.
+    """
+
+    enabled: bool = False
+    command: Annotated[list[str], msgspec.Meta(max_length=256)] = []
+    deadline_s: Deadline = 60.0
 
 
 class Spooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,10 +117,14 @@ def _table(name: str, defaults: Mapping[str, float]) -> type[msgspec.Struct]:
     """A struct with a `Periodic` per name, so that an error names the whole key (probes.gpu.every_s)."""
     fields = []
     for key, every_s in defaults.items():
+        own: list[tuple[str, object, object]] = [("every_s", Every, every_s)]
+        tool = TOOLS.get(key)
+        if tool:
+            own.append(("deadline_s", Deadline, tool.DEADLINE_S))
         one = msgspec.defstruct(
             f"{name}_{key}",
-            [("every_s", Every, every_s)],
-            bases=(Periodic,),
+            own,
+            bases=(Tool if tool else Periodic,),
             frozen=True,
             kw_only=True,
             forbid_unknown_fields=True,
@@ -216,6 +236,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def bench(self, name: str) -> Periodic:
         """The settings of one bench."""
         return _periodic(self.benches, name)
+
+    def tool(self, name: str) -> Tool:
+        """The settings of one bench that runs a tool; those of others have no command."""
+        found = self.bench(name)
+        return found if isinstance(found, Tool) else Tool()
 
 
 def _periodic(table: msgspec.Struct, name: str) -> Periodic:

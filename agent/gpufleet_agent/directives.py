@@ -1,10 +1,11 @@
 """What a collector may ask of this agent, and what is done about it. A closed set; the rest is refused."""
 
+import math
 from collections.abc import Awaitable, Callable
 
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent.bench_runner import BenchRunner, statuses
-from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.control import LEAST_S as LEAST_RELEASE_S
 from gpufleet_agent.control import MOST_S as MOST_RELEASE_S
 from gpufleet_agent.control import RELEASE_S
@@ -55,9 +56,15 @@ class Directives:
         wanted = directive.run_bench
         if wanted.bench not in BENCHES:
             return pb.OUTCOME_REFUSED, f"no bench {wanted.bench:.60}: there is {', '.join(BENCHES)}"
+        if not self._benches.allowed(wanted.bench):
+            return (
+                pb.OUTCOME_REFUSED,
+                f"{wanted.bench} runs a tool of the host, and is not enabled in agent.toml",
+            )
         if self._benches.running:
             return pb.OUTCOME_REFUSED, "another bench runs"
-        deadline_s = wanted.deadline_s if 0 < wanted.deadline_s < 3600 else 60.0
+        usual_s = math.inf if wanted.bench in TOOLS else 60.0  # a tool has a deadline of its own
+        deadline_s = wanted.deadline_s if 0 < wanted.deadline_s < 3600 else usual_s
         sweep = await self._benches.run(wanted.bench, wanted.entity, wanted.lease or directive.id, deadline_s)
         found = statuses(sweep)
         text = ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to run it on"

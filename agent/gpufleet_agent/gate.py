@@ -379,7 +379,21 @@ class Gate:
             if not isinstance(text, str):
                 return None
             found = frozenset(int(word) for word in text.split())
-        return found - {os.getpid()}
+        return frozenset(pid for pid in found if not _ours(pid))
+
+
+def _ours(pid: int) -> bool:
+    """Whether a process is this one, or one that it started: a tool, and what the tool started."""
+    for _ in range(64):
+        if pid == os.getpid():
+            return True
+        try:
+            # `4711 (any name) S 1 ...`
+            words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            pid = int(words[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
 
 
 def ask(command: Sequence[str], within_s: float) -> str:

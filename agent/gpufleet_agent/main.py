@@ -101,6 +101,7 @@ def scan(config_path: Path | None, output: str) -> None:
 @click.argument("name", required=False)
 @_config_option
 @click.option("-o", "--output", default="table", type=click.Choice(["table", "json"]), help="How to print.")
+@click.option("--list", "listed", is_flag=True, help="Say which benches there are, and which an agent runs.")
 @click.option("--quick", is_flag=True, help="For a scheduler's hook: a few benches on cards that are free.")
 @click.option(
     "--deadline", default="20s", show_default=True, help="With --quick, end by then: seconds, or 20s, 2m."
@@ -113,6 +114,7 @@ def bench(
     name: str | None,
     config_path: Path | None,
     output: str,
+    listed: bool,
     quick: bool,
     deadline: str,
     floors: tuple[str, ...],
@@ -122,24 +124,30 @@ def bench(
     With --quick, without NAME: for a prolog or epilog. Exit status 0: all cards were measured; 1: one is
     below its floor, failed or hung; 2: wrong usage; 3: one could not be judged (busy, no driver, no time).
     """
-    from gpufleet_agent.bench import run_bench
+    from gpufleet_agent.bench import Yielding, run_bench
     from gpufleet_agent.benches import BENCHES, METRICS
+    from gpufleet_agent.gate import Stop
 
     if quick:
         sys.exit(_quick(name, config_path, output, deadline, floors))
+    if listed:
+        _list_benches(config_path)
+        return
     if name not in BENCHES:
         raise click.UsageError(f"no bench {name!r}: there is {', '.join(BENCHES)}")
     try:
         settings = _bench_settings(_load(config_path), name, force=True)
     except ConfigError as error:
         raise _Refused(str(error)) from error
-    sweep = run_bench(settings)
+    stop = Stop()
+    Yielding(stop)
+    sweep = run_bench(settings, stop=stop)
     rows = [dict(zip((m.name for m in METRICS), cells, strict=True)) for cells in sweep.rows]
     _print_benches(rows, output)
     if sweep.error:
         raise _Refused(f"bench {name}: {sweep.error}")
     if not rows:
-        print("nothing to run it on", file=sys.stderr)
+        print("nothing to run it on: no driver shows a card here (fleet-agent scan)", file=sys.stderr)
     sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
 
 
@@ -186,6 +194,8 @@ def _bench_settings(
         state_dir=_writable(config.state_dir) or "/var/tmp",
         lock=_lock_path(config),
         rules=config.gate,
+        command=config.tool(name).command,
+        deadline_s=config.tool(name).deadline_s,
         force=force,
         wait_s=wait_s,
     )
@@ -204,7 +214,31 @@ def _print_benches(rows: list[dict[str, "Value | None"]], output: str) -> None:
             shown += f"  below {row['floor']:g}"
         extra = f"  ±{100 * spread:.1f} % of {row['repeats']}" if isinstance(spread, float) else ""
         extra += f"  {row['link'] or row['peer']}" if row["peer"] else ""
-        print(f"{row['entity']:<46}{row['bench']:<11}{shown}{extra}", flush=True)
+        how = f"  ({row['convention']})" if row["status"] == "ok" else ""
+        print(f"{row['entity']:<46}{row['bench']:<16}{shown}{extra}{how}", flush=True)
+
+
+def _list_benches(config_path: Path | None) -> None:
+    """Every bench: on what it runs, whether an agent of this configuration runs it, what it measures."""
+    from gpufleet_agent.benches import BENCHES
+
+    try:
+        config = _load(config_path)
+    except ConfigError as error:
+        raise _Refused(str(error)) from error
+    for name, bench in BENCHES.items():
+        settings = config.bench(name)
+        often = f"every {settings.every_s / 3600:g} h" if settings.enabled else "off"
+        what = (sys.modules[f"gpufleet_agent.benches.{name}"].__doc__ or "").split(". ")[0].split("\n")[0]
+        print(f"{name:<16}{bench.ON:<6}{often:<12}{what}")
+
+
+@main.command(hidden=True)
+def bench_unit() -> None:
+    """What gpufleet-bench@.service runs: the bench that the agent hands over on standard input."""
+    from gpufleet_agent.bench import main_of_unit
+
+    main_of_unit()
 
 
 @main.command()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gpufleet.metric import Value
@@ -20,6 +20,9 @@ class Place:
         peer: The other card of a pair.
         state_dir: Where it may keep a file.
         check: To be called at least every tenth of a second; what it raises ends the run.
+        cards: The host's cards, for a bench of the host: PCI address -> entity.
+        command: A tool and its arguments; empty = the bench's own.
+        deadline_s: So long a tool may take.
     """
 
     host: Host | None
@@ -27,11 +30,31 @@ class Place:
     state_dir: str
     check: Check = go_on
     peer: Gpu | None = None
+    cards: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    deadline_s: float = 60.0
 
     @property
-    def cards(self) -> tuple[Gpu, ...]:
+    def kept(self) -> tuple[Gpu, ...]:
         """All that a run keeps for itself."""
         return tuple(card for card in (self.gpu, self.peer) if card is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several results of a run.
+
+    Attributes:
+        entity: What it is of.
+        result: The result.
+        convention: What was counted, and how.
+        version: Of the tool that measured; empty = unknown, or the bench itself.
+    """
+
+    entity: str
+    result: BenchResult
+    convention: str
+    version: str = ""
 
 
 class Bench(Protocol):
@@ -61,8 +84,20 @@ class Bench(Protocol):
     def COST_S(self) -> float:
         """So long may one run keep a card for itself; 0 for a bench of the host."""
 
-    def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str]:
-        """Measure once: the result, and the convention that was used."""
+    def run(self, at: Place, params: Mapping[str, Value], /) -> tuple[BenchResult, str] | list[Part]:
+        """Measure once: the result and the convention that was used, or the results of all its parts."""
+
+
+class ToolBench(Bench, Protocol):
+    """A bench of the host that runs a tool which somebody has installed. Off unless it is enabled."""
+
+    @property
+    def COMMAND(self) -> Sequence[str]:
+        """What is run, unless another command is configured; empty = one must be."""
+
+    @property
+    def DEADLINE_S(self) -> float:
+        """Default of the time that it may take."""
 
 
 def ends(on: str, cards: Sequence[Gpu], entity: str = "", turn: int = 0) -> list[tuple[Gpu, Gpu | None]]:
@@ -113,7 +148,7 @@ def path(kind: str, card: str, peer: str) -> str:
     return f"{kind}:{place(card)}>{place(peer)}"
 
 
-def params_hash(params: Mapping[str, Value]) -> str:
-    """Names a set of parameters."""
-    text = json.dumps(dict(params), sort_keys=True)
+def params_hash(params: Mapping[str, Value], command: Sequence[str] = ()) -> str:
+    """Names a set of parameters, and the command that was configured, if one was."""
+    text = json.dumps(dict(params) | ({"command": list(command)} if command else {}), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

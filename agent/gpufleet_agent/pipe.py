@@ -8,7 +8,7 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -134,13 +134,19 @@ def claim_stdout() -> int:
     return out
 
 
-def end_with_parent(commands: int) -> None:
-    """End this process when the other end of `commands` closes, whatever the main thread is doing."""
+def end_with_parent(commands: int, last: Callable[[], None] = lambda: None) -> None:
+    """End this process when the other end of `commands` closes, whatever the main thread is doing.
+
+    `last` is done before, in another thread.
+    """
 
     def wait() -> None:
         poll = select.poll()
         poll.register(commands, 0)  # hang-up alone; data is for the main loop
         poll.poll()
-        os._exit(0)
+        try:
+            last()
+        finally:
+            os._exit(0)
 
     threading.Thread(target=wait, name="end with parent", daemon=True).start()

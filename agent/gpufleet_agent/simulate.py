@@ -432,7 +432,7 @@ class _Life:
             of = BENCHES[name]
             for gpu, peer in ends(of.ON, self._whole.gpus(), entity, int(time.time() // of.EVERY)):
                 place = Place(self._whole, gpu, "", peer=peer)
-                row = bench.measure(asked, of, place, f"gpu:{gpu.uuid}", "")
+                (row,) = bench.measure(asked, of, place, f"gpu:{gpu.uuid}", "")
                 row = bench.after(self._whole, gpu) | row
                 cells, reasons = check_row(BENCH_METRICS, row)
                 sweep.rows.append(cells)

@@ -25,7 +25,7 @@ from gpufleet.tls import validity
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent import benches, encode
 from gpufleet_agent.bench_runner import BenchRunner
-from gpufleet_agent.benches import BENCHES
+from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.child import module_command
 from gpufleet_agent.config import AgentConfig
 from gpufleet_agent.control import NAME as CONTROL_NAME
@@ -35,6 +35,7 @@ from gpufleet_agent.directives import Directives
 from gpufleet_agent.drivers.kmsg import FROM_BOOT
 from gpufleet_agent.episodes import Episodes, happened
 from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.handover import NAME as BENCH_NAME
 from gpufleet_agent.identity import Identity
 from gpufleet_agent.isolation import Isolation
 from gpufleet_agent.loader import NAME as LOADER_NAME
@@ -184,6 +185,12 @@ class Supervisor:
             bench,
             self.config.gate,
             self.rota,
+            {
+                name: (tool.command, tool.deadline_s)
+                for name in TOOLS
+                if (tool := self.config.tool(name)).enabled
+            },
+            str(Path(self.config.runtime_dir) / BENCH_NAME),
         )
 
     def _take_up_episodes(self) -> Episodes:

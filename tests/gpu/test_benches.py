@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpufleet_agent.benches import BENCHES
-from gpufleet_agent.drivers import Gpu
+from gpufleet_agent.drivers import BenchResult, Gpu
 from gpufleet_agent.drivers.nvml import NvmlHost
 from gpufleet_agent.measure import Place
 
@@ -26,8 +26,14 @@ def cards() -> list[tuple[NvmlHost, Gpu]]:
     return [(host, gpu) for gpu in host.gpus()]
 
 
+def run(host: NvmlHost, gpu: Gpu, name: str, peer: Gpu | None = None) -> tuple[BenchResult, str]:
+    found = BENCHES[name].run(Place(host, gpu, "/tmp", peer=peer), BENCHES[name].PARAMS)
+    assert isinstance(found, tuple)
+    return found
+
+
 def measure(host: NvmlHost, gpu: Gpu, name: str, peer: Gpu | None = None) -> float:
-    result, _ = BENCHES[name].run(Place(host, gpu, "/tmp", peer=peer), BENCHES[name].PARAMS)
+    result, _ = run(host, gpu, name, peer)
     if result.status != "ok":
         pytest.skip(f"{name}: {result.status}: {result.reason}")
     assert result.value is not None
@@ -63,7 +69,7 @@ def test_arithmetic_is_steady(name: str) -> None:
 @pytest.mark.gpu
 def test_tensor_cores_do_more_than_the_rest_of_the_card() -> None:
     for host, gpu in cards():
-        result, convention = BENCHES["gemm"].run(Place(host, gpu, "/tmp"), BENCHES["gemm"].PARAMS)
+        result, convention = run(host, gpu, "gemm")
         if not convention.startswith("mma"):
             pytest.skip(f"{convention}: the card has no tensor cores")
         assert result.value is not None, result.reason
@@ -78,7 +84,7 @@ def test_copies_between_cards_are_those_of_their_link_and_steady() -> None:
         pytest.skip(f"p2p needs two cards: this host has {len(found)}")
     measured = 0
     for (host, gpu), (_, peer) in itertools.permutations(found, 2):
-        result, _ = BENCHES["p2p"].run(Place(host, gpu, "/tmp", peer=peer), BENCHES["p2p"].PARAMS)
+        result, _ = run(host, gpu, "p2p", peer)
         if result.status == "unsupported":
             continue
         assert result.status == "ok", result.reason

@@ -1,8 +1,33 @@
 """Every micro-benchmark, and the columns of table `bench`."""
 
 from gpufleet.metric import Kind, Metric, Type, Unit
-from gpufleet_agent.benches import clock, d2h, disk_read, fma, gemm, h2d, hbm, memcpy, p2p
-from gpufleet_agent.measure import Bench
+from gpufleet_agent.benches import (
+    all_reduce_perf,
+    clock,
+    d2h,
+    dcgmi_diag,
+    disk_read,
+    fio,
+    fma,
+    gemm,
+    h2d,
+    hbm,
+    ib_write_bw,
+    memcpy,
+    nvbandwidth,
+    p2p,
+    tcp_loopback,
+)
+from gpufleet_agent.measure import Bench, ToolBench
+
+TOOLS: dict[str, ToolBench] = {
+    "nvbandwidth": nvbandwidth,
+    "all_reduce_perf": all_reduce_perf,
+    "ib_write_bw": ib_write_bw,
+    "dcgmi_diag": dcgmi_diag,
+    "fio": fio,
+}
+"""Those that run a tool of the host: off unless enabled."""
 
 BENCHES: dict[str, Bench] = {
     "memcpy": memcpy,
@@ -14,6 +39,8 @@ BENCHES: dict[str, Bench] = {
     "fma": fma,
     "p2p": p2p,
     "gemm": gemm,
+    "tcp_loopback": tcp_loopback,
+    **TOOLS,
 }
 """Every bench, by name."""
 
@@ -21,14 +48,14 @@ _F, _I, _U, _S = Type.F64, Type.I64, Type.U64, Type.STRING
 _K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE
 
 METRICS = (
-    Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID> or node:."),
-    Metric("peer", _S, Unit.TEXT, _K, "The card that was sent to, gpu:<UUID>; else empty."),
-    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, p2p, gemm, memcpy, disk_read."),
-    Metric("version", _S, Unit.TEXT, _K, "Of the bench; another version is another series."),
+    Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID>, numa:<N>, port:<device>/<port> or node:."),
+    Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one: the card that was sent to, gpu:<UUID>; else empty."),
+    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, p2p, gemm, memcpy, disk_read, ..., or of the tool: nvbandwidth, ..."),
+    Metric("version", _S, Unit.TEXT, _K, "Of the bench, and of the tool behind it; another version is another series."),
     Metric("convention", _S, Unit.TEXT, _K, "What counts as a byte moved: copied_once, read_plus_write, ..."),
     Metric("params_hash", _S, Unit.TEXT, _K, "Hash of the parameters; other parameters are another series."),
     Metric("value", _F, Unit.ONE, _G, "The result in `unit`; NULL unless status is ok.", 0, 1e15),
-    Metric("unit", _S, Unit.TEXT, _ST, "Unit of value: GB/s, MHz, TFLOPS, us."),
+    Metric("unit", _S, Unit.TEXT, _ST, "Unit of value: GB/s, MHz, TFLOPS, us, passed."),
     Metric("status", _S, Unit.TEXT, _ST, "ok, preempted, contaminated, skipped, hung, failed or unsupported."),
     Metric("reason", _S, Unit.TEXT, _ST, "One line when not ok."),
     Metric("repeats", _U, Unit.COUNT, _G, "Repeats that value is the median of.", 0, 1e6),

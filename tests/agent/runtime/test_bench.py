@@ -2,8 +2,10 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from gpufleet_agent.pipe import Skip
 from gpufleet_agent.probe import Sweep, mono_us, wall_us
 
 NAMES = [metric.name for metric in METRICS]
-SMALL: Mapping[str, Value] = {"bytes": 4 << 20, "block_bytes": 1 << 20, "repeats": 3, "best_of": 2}
+SMALL: Mapping[str, Value] = {
+    "bytes": 4 << 20, "block_bytes": 1 << 20, "repeats": 3, "best_of": 2, "caches": 0,
+}  # fmt: skip
 
 
 def rows(sweep: Sweep) -> list[dict[str, Any]]:
@@ -44,16 +48,24 @@ def simulated(kit: Any, faults: str = "") -> HostSettings:
     return HostSettings(driver="simulated", simulated=node)
 
 
-@pytest.mark.parametrize("name", ["memcpy", "disk_read"])
+@pytest.mark.parametrize("name", ["memcpy", "disk_read", "tcp_loopback"])
 def test_a_host_bench_gives_one_whole_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(BENCHES[name], "PARAMS", SMALL)
-    (row,) = rows(run_bench(settings(tmp_path, name, force=True)))
-    assert (row["status"], row["unit"], row["entity"], row["bench"]) == ("ok", "GB/s", "node:", name)
-    assert row["value"] > 0.01
-    assert 0 <= row["spread"] < 10
-    assert row["repeats"] == 3
-    assert row["convention"] in ("copied_once", disk_read.CONVENTION, disk_read.CACHED)
-    assert row["params_hash"] == params_hash(SMALL)
+    found = rows(run_bench(settings(tmp_path, name, force=True)))
+    assert found
+    for row in found:
+        assert (row["status"], row["unit"], row["bench"]) == ("ok", "GB/s", name)
+        assert row["entity"] == "node:" or (name == "memcpy" and row["entity"].startswith("numa:"))
+        assert row["value"] > 0.001
+        assert 0 <= row["spread"] < 10
+        assert row["repeats"] == 3
+        conventions = {
+            "disk_read": "direct_sequential|fadvise_sequential",
+            "memcpy": r"read_plus_write_\d+_threads(_in_[\d.]+_cpus)?(_anywhere)?",
+            "tcp_loopback": r"one_stream(_in_[\d.]+_cpus)?",
+        }
+        assert re.fullmatch(conventions[name], row["convention"])
+        assert row["params_hash"] == params_hash(SMALL)
 
 
 def test_the_file_of_disk_read_is_made_once_and_made_anew_when_it_is_short(tmp_path: Path) -> None:
@@ -91,9 +103,10 @@ def test_a_disk_that_has_no_room_or_cannot_be_written_is_a_row_that_says_so(tmp_
 
 
 def test_memcpy_reads_memory_and_not_the_page_of_zeros() -> None:
-    result, _ = memcpy.run(Place(None, None, ""), SMALL)
-    assert result.value is not None
-    assert min(result.samples) <= result.value <= max(result.samples)
+    for part in memcpy.run(Place(None, None, ""), SMALL):
+        result = part.result
+        assert result.value is not None
+        assert min(result.samples) <= result.value <= max(result.samples)
 
 
 def test_a_busy_host_is_left_alone_unless_someone_asks(
@@ -104,11 +117,19 @@ def test_a_busy_host_is_left_alone_unless_someone_asks(
     (row,) = rows(run_bench(settings(tmp_path, "memcpy")))
     assert (row["status"], row["value"]) == ("skipped", None)
     assert "host is busy" in row["reason"]
-    (row,) = rows(run_bench(settings(tmp_path, "memcpy", force=True)))
-    assert row["status"] == "ok"
+    found = rows(run_bench(settings(tmp_path, "memcpy", force=True)))
+    assert {row["status"] for row in found} == {"ok"}
     monkeypatch.setattr(os, "getloadavg", lambda: (0.49 * (os.cpu_count() or 1), 9.0, 9.0))
-    (row,) = rows(run_bench(settings(tmp_path, "memcpy")))
-    assert row["status"] == "ok"
+    found = rows(run_bench(settings(tmp_path, "memcpy")))
+    assert {row["status"] for row in found} == {"ok"}
+
+
+def test_a_simulated_host_has_no_tools(kit: Any) -> None:
+    made = kit.tmp / "made"
+    asked = settings(kit.tmp, "fio", host=simulated(kit), command=["touch", str(made)], force=True)
+    (row,) = rows(run_bench(asked))
+    assert (row["status"], row["reason"]) == ("unsupported", "a simulated host has no tools")
+    assert not made.exists()
 
 
 def test_one_bench_at_a_time_on_a_host(tmp_path: Path) -> None:
@@ -280,6 +301,48 @@ def test_that_something_is_skipped_is_told_once_an_hour_or_when_asked(kit: Any) 
     assert told.statuses() == ["skipped"] * 3
 
 
+def test_a_tool_runs_only_where_it_is_enabled_and_ends_with_the_run(kit: Any) -> None:
+    mark = kit.tmp / "pid"
+    tool = ["sh", "-c", f"echo $$ >{mark}.new; mv {mark}.new {mark}; exec sleep 1000"]
+
+    def make() -> Told:
+        told = Told(kit, HostSettings(driver="none"), child(kit, UNLOADED))
+        told.runner._tools = {"fio": (tool, 300.0)}
+        return told
+
+    async def work(told: Told) -> None:
+        assert [told.runner.allowed(name) for name in ("fio", "dcgmi_diag", "h2d")] == [True, False, True]
+        running = asyncio.create_task(told.runner.run("fio", lease="l1"))
+        while not mark.exists():
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        told.runner.stop()
+        (row,) = rows(await running)
+        assert (row["status"], row["bench"]) == ("preempted", "fio")
+
+    play(make, work)
+    pid = int(mark.read_text())
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+UNLOADED = "from gpufleet_agent import bench\nbench.host_load = lambda rules: ''\nbench.main()\n"
+
+
+def test_several_results_of_an_entity_are_one_outcome() -> None:
+    from gpufleet_agent.bench_runner import _outcomes
+
+    cells = dict.fromkeys(NAMES)
+    sweep = Sweep("bench", 0, 0, 0.0, "", [], [])
+    for entity, status, gpu_s in (("a", "unsupported", 3.0), ("a", "ok", 0.0), ("a", "failed", 0.0),
+                                  ("b", "skipped", 0.0), ("b", "unsupported", 1.0)):  # fmt: skip
+        row = {**cells, "entity": entity, "status": status, "gpu_seconds": gpu_s}
+        sweep.rows.append(list(row.values()))
+    assert _outcomes(sweep) == {"a": ("ok", 3.0), "b": ("unsupported", 1.0)}
+
+
 def test_a_bench_that_is_stopped_is_preempted(kit: Any) -> None:
     async def work(told: Told) -> None:
         running = asyncio.create_task(told.runner.run("h2d"))
@@ -323,6 +386,10 @@ def test_the_command_runs_one_bench_now(kit: Any) -> None:
     done = command("bench", "nonsense", "--config", str(config))
     assert done.returncode == 2
     assert "memcpy" in done.stderr
+    done = command("bench", "--list", "--config", str(config))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(BENCHES)
+    assert re.search(r"^nvbandwidth +host +off ", done.stdout, re.MULTILINE)
 
 
 def test_scan_shows_the_host_it_runs_on() -> None:

@@ -248,6 +248,9 @@ def test_directives_are_a_closed_set(kit: Any, tmp_path: Path) -> None:
         assert (await obey(directive(run_bench=asked))).outcome == pb.OUTCOME_REFUSED
         assert (await obey(directive(resume_driver=pb.ResumeDriver()))).outcome == pb.OUTCOME_DONE
         assert not supervisor.episodes.released
+        refused = await obey(directive(run_bench=pb.RunBench(bench="nvbandwidth", lease="lease-6")))
+        assert refused.outcome == pb.OUTCOME_REFUSED
+        assert "not enabled in agent.toml" in refused.message
         wanted = pb.RunBench(bench="h2d", lease="lease-7", deadline_s=30)
         result = await obey(directive(run_bench=wanted))
         assert (result.outcome, result.message) == (pb.OUTCOME_DONE, "8 ok")

@@ -157,11 +157,12 @@ def test_the_worst_series_speaks_for_the_card(fleet: "Fleet", judge: Judge) -> N
     assert fleet.find(RULE, card.entity)[:3] == ("crit", "slower", slow_at)
 
 
-def test_benches_of_the_host_are_judged_too(fleet: "Fleet", judge: Judge) -> None:
+@pytest.mark.parametrize("entity", ["node:", "numa:1", "port:mlx5_0/1"])
+def test_benches_of_the_host_are_judged_too(fleet: "Fleet", judge: Judge, entity: str) -> None:
     fleet.add("cpu-01", gpus=0)
-    fleet.baseline("cpu-01", "node:", KEY, 55.0)
-    fleet.bench("node:", "cpu-01", 30.0)
-    assert fleet.find(RULE, "node:", "cpu-01")[:2] == ("crit", "slower")
+    fleet.baseline("cpu-01", entity, KEY, 55.0)
+    fleet.bench(entity, "cpu-01", 30.0)
+    assert fleet.find(RULE, entity, "cpu-01")[:2] == ("crit", "slower")
 
 
 def test_baseline_learns_from_ok_runs_and_freezes(fleet: "Fleet", judge: Judge) -> None:

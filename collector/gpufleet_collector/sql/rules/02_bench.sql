@@ -3,7 +3,7 @@
 
 -- Scatter between runs of a well card, as a part of the value: no series is steadier than this.
 create or replace macro bench_noise(bench) as
-    case when bench in ('disk_read', 'memcpy') or bench like 'tcp%' then 0.03
+    case when bench in ('disk_read', 'memcpy', 'fio') or bench like 'tcp%' then 0.03
          when bench like 'allreduce%' or bench like 'all_reduce%' or bench like 'ib_%' then 0.01
          when bench like 'gemm%' or bench like 'tensor%' then 0.005 else 0.003 end;
 
