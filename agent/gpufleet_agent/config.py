@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from gpufleet.tls import Tls
+from gpufleet_agent import labels
 from gpufleet_agent.benches import BENCHES
 from gpufleet_agent.gate import Rules
 from gpufleet_agent.probes import PROBES
 
 Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
 """Seconds between two runs of something periodic."""
-
-
-MOST_LABELS = 16
-
-_NO_LABELS = ("agent", "driver", "firmware", "fleet", "job", "kernel", "model", "server", "vbios")
-"""What the collector knows by itself."""
 
 
 class Periodic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,13 +163,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in ("state_dir", "runtime_dir", "root"):
             if not getattr(self, key).startswith("/"):
                 raise _wrong(key, f"{getattr(self, key)!r:.80} is not an absolute path")
-        if len(self.labels) > MOST_LABELS:
-            raise _wrong("labels", f"{len(self.labels)} labels, {MOST_LABELS} are allowed")
-        for name, value in self.labels.items():
-            if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) or name in _NO_LABELS:
-                raise _wrong(f"labels.{name:.80}", "is no name for a label: a word in small letters, as rack")
-            if not re.fullmatch(r"[\x21-\x7e](?:[\x20-\x7e]{0,62}[\x21-\x7e])?", value):
-                raise _wrong(f"labels.{name}", f"{value!r:.80} is no label: 1 to 64 plain letters")
+        wrong = labels.first_wrong(self.labels)
+        if wrong is not None:
+            raise _wrong(f"labels.{wrong[0]:.80}".rstrip("."), wrong[1])
 
     @property
     def node_name(self) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpufleet_agent.guard import GuardedHost
+from gpufleet_agent.scenario import parse
 from gpufleet_collector import findings, rules
 from gpufleet_collector.domains import Domain, Domains
 from gpufleet_collector.findings import Finding, Policy
@@ -409,4 +411,55 @@ def test_a_rack_that_falls_silent_as_the_judge_sees_it(
     for node in nodes[6:12]:
         node.up = True
     fleet.run(30, again, every=10)
+    assert [row[4] for row in fleet.incidents()] == ["resolved"]
+
+
+RACKS = """
+[fleet]
+nodes = 24
+gpus = 0
+[[node]]
+node = "gpu-[001-006]"
+labels = { rack = "r1" }
+[[node]]
+node = "gpu-[007-012]"
+labels = { rack = "r2" }
+[[node]]
+node = "*"
+labels = { pool = "train" }
+[[fault]]
+node = "gpu-[007-012]"
+kind = "agent_stopped"
+at = 15
+until = 150
+"""
+
+
+def test_a_simulated_rack_that_loses_its_agents_is_one_incident_with_its_name(
+    fleet: "Fleet", rules_of_nodes: list[rules.Rule]
+) -> None:
+    scenario = parse(RACKS.encode())
+    began = fleet.at
+    hosts = {
+        name: GuardedHost(scenario.host(name, lambda: (fleet.at - began).total_seconds(), 0))
+        for name in scenario.node_names()
+    }
+    for name, host in hosts.items():
+        fleet.add(name, gpus=0)
+        with fleet.store.transaction() as write:
+            write.execute(
+                "UPDATE live.inventory SET attributes = ? WHERE node = ? AND entity = 'node:'",
+                [json.dumps(dict(host.node().attributes)), name],
+            )
+
+    def play(_: "Fleet") -> None:
+        for name, node in fleet.nodes.items():
+            node.up = scenario.running(name, (fleet.at - began).total_seconds())
+
+    fleet.each_tick = play
+    judge = Judge(fleet.store, JudgeSettings(), rules=rules_of_nodes)
+    fleet.run(130, judge, every=10)
+    assert fleet.incidents() == [(1, "agent_silent", "", "domain:rack=r2", "open", "warn")]
+    assert str(fleet.sql("SELECT title FROM incident")[0][0]).startswith("rack r2: 6 of 6 nodes: ")
+    fleet.run(60, judge, every=10)
     assert [row[4] for row in fleet.incidents()] == ["resolved"]
