@@ -95,7 +95,8 @@ def _head(found: render.Json, settings: Settings, limit: int) -> Sequence[str]:
 
 def _findings(found: render.Json, settings: Settings, limit: int) -> Sequence[str]:
     """The job's own findings, then those of what it runs on, which are no fault of the job."""
-    own, others = [], []
+    own: list[render.Json] = []
+    others: list[render.Json] = []
     for finding in render.items(found, "findings"):
         (own if str(finding.get("entity")).startswith("job:") else others).append(finding)
     lines = finding_lines({"findings": own}, settings, limit) if own or not others else []
