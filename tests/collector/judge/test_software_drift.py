@@ -99,7 +99,7 @@ def test_pools_few_peers_no_cards_and_silence(fleet: "Fleet", judge: Judge) -> N
         name = f"b-{n:03}"
         fleet.add(name, gpus=1)
         pool, driver = ("a", "580") if n < 6 else ("b", "570")
-        tell(fleet, name, at=fleet.at - timedelta(days=2), driver_version=driver, pool=pool)
+        tell(fleet, name, at=fleet.at - timedelta(days=2), driver_version=driver, **{"label.pool": pool})
     mute = fleet.add("mute", gpus=1)
     fleet.run(10)
     assert {fleet.find(RULE, node=f"b-{n:03}")[:2] for n in range(12)} == {("ok", "as_peers")}
