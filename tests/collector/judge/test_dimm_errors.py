@@ -131,6 +131,16 @@ def test_what_cannot_be_read_and_what_is_not_there(
     assert fleet.find(RULE, "node:")[:2] == ("unknown", "no_samples")
 
 
+def test_a_row_that_came_twice_is_one_module(
+    fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
+) -> None:
+    sweep(node, {"mc0/dimm3": (150, 0, 150, 0)})
+    with fleet.store.transaction() as write:
+        write.execute("INSERT INTO live.edac SELECT * REPLACE (NULL AS corrected_day) FROM live.edac")
+        write.execute("INSERT INTO live.edac SELECT * FROM live.edac")
+    assert fleet.find(RULE, DIMM)[:2] == ("warn", "corrected")
+
+
 def test_a_host_that_does_not_count_is_judged_by_its_kernel_log(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:
