@@ -281,6 +281,27 @@ def test_the_same_rack_again_within_30_minutes_is_the_same_incident(desk: Desk) 
     assert [row[0] for row in desk.open()] == [2]
 
 
+def test_a_card_that_fails_in_another_way_after_the_trouble_came_to_rest_is_its_own(desk: Desk) -> None:
+    nodes = [f"gpu-{number:03}" for number in range(8)]
+    desk.host(*nodes, rack="r1")
+    desk.host(*(f"gpu-{number:03}" for number in range(8, 40)), rack="r2")
+    for node in nodes:
+        desk.part(node, f"gpu:{node}-0")
+    rule = "gpu_downclocked"
+    desk.tell(*((rule, node, f"gpu:{node}-0") for node in nodes[:6]), code="power_brake")
+    desk.tell((rule, nodes[6], f"gpu:{nodes[6]}-0"), code="slow", after=120)
+    assert [row[3] for row in desk.open()] == ["domain:rack=r1"], (
+        "while it spreads it may show in several ways"
+    )
+    desk.tell((rule, nodes[0], f"gpu:{nodes[0]}-1"), code="hw_thermal", after=900)
+    assert [row[3] for row in desk.open()] == ["domain:rack=r1", f"gpu:{nodes[0]}-1"]
+    desk.restart()
+    desk.tell((rule, nodes[7], f"gpu:{nodes[7]}-0"), code="power_brake", after=300)
+    assert len(desk.open()) == 2, "one that fails as the others did has followed them"
+    [(count,)] = desk.sql("SELECT count(*) FROM finding WHERE incident = 1")
+    assert count == 8
+
+
 def test_1000_agents_losing_the_collectors_network_give_one(desk: Desk) -> None:
     nodes = switched_fleet(desk)
     desk.tell(*silent(nodes[:50]))
