@@ -204,6 +204,7 @@ def test_injected_shares_are_found_again(fleet: "Fleet", judge: Judge) -> None:
             assert scope == "job"
 
 
+@pytest.mark.drill("data_starved", "fires")
 def test_a_job_that_waits_everywhere_is_no_nodes_fault(train: Training, fleet: "Fleet", judge: Judge) -> None:
     train.run(3.5, judge)
     assert fleet.findings() == []
@@ -285,6 +286,7 @@ def test_two_slow_nodes_are_no_lone_suspect(train: Training, fleet: "Fleet") -> 
     assert train.now("node:", "gpu-001")[0] == train.now("node:", "gpu-002")[0] == "ok"
 
 
+@pytest.mark.drill("data_starved", "not_judged")
 def test_pauses_and_starts_raise_nothing(train: Training, fleet: "Fleet", judge: Judge) -> None:
     """A checkpoint of 90 s, and the long first batch of an epoch."""
     train.run(2.5, judge)
@@ -394,6 +396,7 @@ def test_a_restarted_process_is_no_burst(train: Training) -> None:
     assert train.now()[:2] == ("ok", "fed")
 
 
+@pytest.mark.drill("data_starved", "near_miss")
 def test_two_minutes_of_waiting_are_no_finding(train: Training, fleet: "Fleet", judge: Judge) -> None:
     train.run(2.5, judge)
     train.share, train.io = 0.5, 0.5

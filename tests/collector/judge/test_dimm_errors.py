@@ -58,6 +58,7 @@ def node(fleet: "Fleet") -> "Node":
     return made
 
 
+@pytest.mark.drill("dimm_errors", "fires")
 def test_an_uncorrectable_error_is_critical_once_and_for_a_day(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:
@@ -115,6 +116,7 @@ def test_corrected_errors_warn_by_their_number_in_a_day(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("dimm_errors", "near_miss", "not_judged")
 def test_what_cannot_be_read_and_what_is_not_there(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:
