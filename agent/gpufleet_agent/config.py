@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from gpufleet.tls import Tls
+from gpufleet_agent import labels
 from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.gate import Rules
 from gpufleet_agent.probes import PROBES
@@ -19,12 +20,7 @@ Every = Annotated[float, msgspec.Meta(ge=0.1, le=30 * 86400)]
 Deadline = Annotated[float, msgspec.Meta(ge=1, le=4 * 3600)]
 """Seconds that a tool may take."""
 
-MOST_LABELS = 16
 MOST_WORKER_NAMES = 32
-_PLAIN = r"[\x21-\x7e](?:[\x20-\x7e]{0,62}[\x21-\x7e])?"
-
-_NO_LABELS = ("agent", "driver", "firmware", "fleet", "job", "kernel", "model", "server", "vbios")
-"""What the collector knows by itself."""
 
 
 class Periodic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,18 +198,14 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in ("state_dir", "runtime_dir", "root"):
             if not getattr(self, key).startswith("/"):
                 raise _wrong(key, f"{getattr(self, key)!r:.80} is not an absolute path")
-        if len(self.labels) > MOST_LABELS:
-            raise _wrong("labels", f"{len(self.labels)} labels, {MOST_LABELS} are allowed")
-        for name, value in self.labels.items():
-            if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) or name in _NO_LABELS:
-                raise _wrong(f"labels.{name:.80}", "is no name for a label: a word in small letters, as rack")
-            if not re.fullmatch(_PLAIN, value):
-                raise _wrong(f"labels.{name}", f"{value!r:.80} is no label: 1 to 64 plain letters")
+        wrong = labels.first_wrong(self.labels)
+        if wrong is not None:
+            raise _wrong(f"labels.{wrong[0]:.80}".rstrip("."), wrong[1])
         if len(self.loader.worker_names) > MOST_WORKER_NAMES:
             many = len(self.loader.worker_names)
             raise _wrong("loader.worker_names", f"{many} names, {MOST_WORKER_NAMES} are allowed")
         for name in self.loader.worker_names:
-            if not re.fullmatch(_PLAIN, name):
+            if not re.fullmatch(labels.PLAIN, name):
                 raise _wrong(
                     "loader.worker_names", f"{name!r:.80} is no name of a worker: 1 to 64 plain letters"
                 )

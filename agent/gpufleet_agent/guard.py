@@ -25,6 +25,7 @@ from gpufleet_agent.drivers import (
     go_on,
 )
 from gpufleet_agent.drivers.open import Simulated, open_host
+from gpufleet_agent.labels import attributes
 from gpufleet_agent.pipe import Skip
 
 
@@ -114,7 +115,7 @@ class GuardedHost:
         labels: Mapping[str, str] | None = None,
     ) -> None:
         self._host = host
-        self._labels = {f"label.{name}": value for name, value in (labels or {}).items()}
+        self._labels = attributes(labels or {})
         self._skip = {one.pci: one for one in skip}
         self._only = only
 

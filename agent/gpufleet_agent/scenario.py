@@ -20,6 +20,7 @@ import msgspec
 
 from gpufleet import config
 from gpufleet.config import ConfigError
+from gpufleet_agent import labels
 from gpufleet_agent.drivers import Progress, cards
 
 if TYPE_CHECKING:
@@ -228,11 +229,19 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[[node]]`: hosts that differ from `[fleet]`."""
+    """`[[node]]`: hosts that differ from `[fleet]`, and where they stand.
+
+    Attributes:
+        node: Names, hostlist or pattern.
+        gpus: Cards per host.
+        model: Of the cards.
+        labels: What these hosts share, as `[labels]` of their agents would say: rack, leaf_switch, pool, ...
+    """
 
     node: str
     gpus: int | None = None
     model: str | None = None
+    labels: dict[str, str] = {}
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -345,6 +354,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Of that host's cards."""
         names = [one.model for one in self.node if one.model is not None and matches(one.node, node)]
         return cards.model(names[-1] if names else self.fleet.model)
+
+    def labels(self, node: str) -> dict[str, str]:
+        """Of that host; of several blocks that name one label the last holds."""
+        found: dict[str, str] = {}
+        for one in self.node:
+            if one.labels and matches(one.node, node):
+                found |= one.labels
+        return found
 
     def faults(self, node: str, gpu: int | None = None) -> tuple[Fault, ...]:
         """Those of a host, or of one of its cards, in the order of the file."""
@@ -582,6 +599,9 @@ def _check_node(node: Node, names: tuple[str, ...], key: str) -> None:
         _check_gpus(node.gpus, f"{key}.gpus")
     if node.model is not None:
         _check_model(node.model, f"{key}.model")
+    wrong = labels.first_wrong(node.labels)
+    if wrong is not None:
+        raise _WrongError(f"{key}.labels.{wrong[0]}".rstrip("."), wrong[1])
 
 
 def _check_load(scenario: Scenario, one: Load, names: tuple[str, ...], key: str) -> None:

@@ -11,8 +11,12 @@ from gpufleet_collector.decode import Entry, Layout, Shape
 
 _WORDS = {int(reason): reason.name.lower() for reason in Reason}
 _UNSAID = "failed"
+_NEVER = Reason.NOT_SUPPORTED.name.lower()
 _LOGS = frozenset({"agent", "bench", "job", "loader"})
 """Tables in which a NULL is part of what the row says, or that are about processes, which come and go."""
+
+NOT_SENT = "not_sent"
+"""Code where the agent's version does not know the metric at all; its reason is `not_supported`."""
 
 MAX_KNOWN = 16_384
 """NULLs remembered per node and probe; an agent that has more than that is making them up."""
@@ -27,6 +31,7 @@ class Change:
     probe: str
     metric: str
     reason: str
+    code: str = ""
 
 
 class Capabilities:
@@ -52,19 +57,22 @@ class Capabilities:
             self._nulls[node, key[1]] = self._nulls.pop(key)
         self._looks = {key: look for key, look in self._looks.items() if key[0] != before}
 
-    def changes(self, node: str, shape: Shape, layout: Layout, entry: Entry) -> list[Change]:
+    def changes(
+        self, node: str, shape: Shape, layout: Layout, entry: Entry, lacks: tuple[str, ...] = ()
+    ) -> list[Change]:
         """What is told anew by these rows; of several rows about one thing the last counts.
 
+        `lacks` are columns of the table that other agents describe and this one does not.
         The usual batch looks exactly like the one before it and costs a comparison of bytes.
         """
         if shape.probe in _LOGS:
             return []
         where = (node, shape.probe)
         nulls = self._nulls.get(where)
-        if entry.validity is None and not nulls:
+        if entry.validity is None and not nulls and not lacks:
             self._looks.pop(where, None)
             return []
-        look = (layout, entry.count, entry.validity, entry.reasons, *_keys(layout, entry))
+        look = (layout, entry.count, entry.validity, entry.reasons, lacks, *_keys(layout, entry))
         if self._looks.get(where) == look:
             return []
         nulls = self._nulls.setdefault(where, {})
@@ -85,6 +93,11 @@ class Capabilities:
                 else:
                     nulls[column.name, entity] = reason
                 found.append(Change(node, entity, shape.probe, column.name, reason))
+        for metric in lacks:
+            for entity in last:
+                if nulls.get((metric, entity)) != _NEVER and len(nulls) < MAX_KNOWN:
+                    nulls[metric, entity] = _NEVER
+                    found.append(Change(node, entity, shape.probe, metric, _NEVER, NOT_SENT))
         self._looks[where] = look
         return found
 

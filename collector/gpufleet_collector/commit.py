@@ -497,7 +497,8 @@ class Commits:
         """Sort what a body holds to what will be written."""
         for shape, layout, entry in opened.entries:
             work.entries.setdefault(layout, (shape, []))[1].append(entry)
-            for change in self._capabilities.changes(row.node, shape, layout, entry):
+            lacks = shape.lacks(self._store.tables.get(shape.probe, {}))
+            for change in self._capabilities.changes(row.node, shape, layout, entry, lacks):
                 work.changes.append((row.received_us, change))
         faults = opened.faults
         if opened.inventory is not None:

@@ -7,7 +7,7 @@ range). The rest of the batch is stored. Nothing here touches the store.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,6 +132,15 @@ class Shape:
         self._layouts: dict[tuple[str | int, ...], Layout] = {}
         self._cuts: dict[int, list[_Cut]] = {}
         self._remembered = 0
+        self._lacks: tuple[int, tuple[str, ...]] = (-1, ())
+
+    def lacks(self, table: Collection[str]) -> tuple[str, ...]:
+        """Columns of the probe's table that this agent did not describe; a table only grows."""
+        size, names = self._lacks
+        if size != len(table):
+            names = tuple(name for name in table if name not in self.columns and name not in self.refused)
+            self._lacks = len(table), names
+        return names
 
     def layout(self, names: list[str], types: list[int]) -> Layout:
         """How to read an entry with these columns; remembered, since an agent's entries look alike."""

@@ -712,12 +712,13 @@ def job_list(read: duckdb.DuckDBPyConnection, now: datetime, name: str) -> Docum
     found = jobs.now(read, now, job=name)
     if name and not found:
         raise NotFound(f"no job {name!r} holds a card now\nsee fleet job")
-    items = [{key: value for key, value in job.items() if name or key != "gpus"} for job in found]
+    detailed = ("gpus", "findings")
+    items = [{key: value for key, value in job.items() if name or key not in detailed} for job in found]
     for item in items if name else ():
-        item["findings"] = findings(
-            read, now, "entity = ? AND (node = '' OR node IN (SELECT unnest(?::VARCHAR[])))",
-            [f"{jobs.ENTITY}{name}", item["nodes"]],
-        )  # fmt: skip
+        item["findings"] = sorted(
+            findings(read, now, "id IN (SELECT unnest(?::BIGINT[]))", [item["findings"]]),
+            key=lambda one: not str(one["entity"]).startswith(jobs.ENTITY),
+        )
     return document("Job" if name else "JobList", now, items)
 
 

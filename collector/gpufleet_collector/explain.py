@@ -57,7 +57,7 @@ def explain(
     where = documents.places(read, now, _nodes(read, now, scope))
     items = [_rule(read, now, known[rule], headers.get(rule, {}), scope, where) for rule in wanted]
     if scope.rules is None:
-        items = [item for item in items if item["verdicts"] or item["findings"]]
+        items = [item for item in items if item["verdicts"] or item["findings"] or item["problem"]]
     return documents.document("Explanation", now, items, subject=subject)
 
 

@@ -29,7 +29,8 @@ TOGETHER = timedelta(minutes=2)
 """Parts of one node that one rule flags within this time have one cause."""
 
 LATE = timedelta(minutes=30)
-"""A node of a domain in trouble that follows the last one this soon belongs to it; a silent one always."""
+"""A node of a domain in trouble that follows the last one this soon belongs to it; a silent one always. Once
+the trouble has come to rest, a card must fail in the same way."""
 
 SPREAD = {"bandwidth_regression": timedelta(hours=2)}
 """Rules that see one cause over a longer time than `ABSORB`: each host runs its benches when it can."""
@@ -346,8 +347,18 @@ class Incidents:
                 inside = domains.nodes(domain)
                 late = [one for one in grown if one.state == "open" and one.members.keys() <= inside]
                 late = [one for one in late if one is not parent and one.members]
+                if as_of - last > SPREAD.get(parent.cause_rule, ABSORB):
+                    late = [one for one in late if self._is_like(one, parent)]
                 if late:
                     self._spread([parent, *late], parent.cause_rule, domain, domains, as_of)
+
+    def _is_like(self, late: Incident, parent: Incident) -> bool:
+        """Whether it fails as the domain does; a card that fails in another way has its own cause."""
+        known = {(one.rule, one.code) for one in self._causes(parent, None)}
+        return any(
+            not one.entity.startswith("gpu:") or (one.rule, one.code) in known
+            for one in self._causes(late, None)
+        )
 
     def _part(self, family: str, those: Sequence[Incident], domains: Domains, as_of: datetime) -> None:
         """The domains that are hit now."""

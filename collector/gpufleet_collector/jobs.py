@@ -117,30 +117,58 @@ def _chunks(spans: Sequence[Hurt]) -> list[list[Hurt]]:
 
 
 _NOW = """
-    WITH trouble AS (
-        SELECT node, entity, max(verdict = 'crit') AS critical, arg_min(reason, (verdict, id)) AS reason
-        FROM findings_at($now) WHERE entity LIKE 'job:%' GROUP BY node, entity
+    WITH held AS (SELECT * FROM jobs_at($now)),
+    -- its own trouble, and that of the cards it holds and of the nodes they are in
+    part AS (
+        SELECT DISTINCT job_node, job_id, job_node AS node, 'job:' || job_id AS entity, 'job' AS what
+        FROM held WHERE job_id IS NOT NULL
+        UNION ALL
+        SELECT DISTINCT job_node, job_id, node, 'gpu:' || gpu_uuid, 'card' FROM held
+    ),
+    host AS (SELECT DISTINCT job_node, job_id, node FROM held),
+    found AS (
+        SELECT *, CASE WHEN entity LIKE 'nvlink:%' THEN 'gpu:' || split_part(substr(entity, 8), '/', 1)
+                       ELSE coalesce(c.card, entity) END AS thing
+        FROM findings_at($now) f
+        LEFT JOIN (SELECT node AS at_node, 'pci:' || pci AS address, any_value(entity) AS card
+                   FROM card_list($now) WHERE installed AND pci IS NOT NULL GROUP BY node, pci) c
+               ON c.at_node = f.node AND c.address = f.entity
+    ),
+    trouble AS (
+        SELECT p.job_node, p.job_id, p.what, f.* FROM part p
+        JOIN found f ON f.node = p.node AND f.thing = p.entity
+        UNION ALL
+        SELECT h.job_node, h.job_id, 'node', f.* FROM host h
+        JOIN found f ON f.node = h.node AND f.thing NOT LIKE 'gpu:%' AND f.thing NOT LIKE 'job:%'
+    ),
+    judged AS (
+        SELECT job_node, job_id, bool_or(verdict = 'crit') AS critical,
+               list(DISTINCT what ORDER BY what DESC) AS trouble_in, list(DISTINCT id) AS findings,
+               arg_min(reason, (verdict, what <> 'job', id)) AS reason
+        FROM trouble GROUP BY job_node, job_id
     )
     SELECT j.job_id, any_value(j.job_kind) AS kind,
-           CASE WHEN any_value(t.entity) IS NULL THEN 'ok'
+           CASE WHEN any_value(t.trouble_in) IS NULL THEN 'ok'
                 WHEN bool_or(t.critical) THEN 'critical' ELSE 'degraded' END AS state,
+           coalesce(any_value(t.trouble_in), []) AS trouble_in,
            any_value(coalesce(j.user, j.uid::VARCHAR)) AS user,
            list(DISTINCT j.node ORDER BY j.node) AS nodes, count(DISTINCT (j.node, j.gpu_uuid)) AS cards,
            max(j.world) AS world, any_value(j.command) AS command,
            nullif(any_value(j.container), '') AS container,
            sum(j.mem_used_bytes)::BIGINT AS mem_used_bytes, round(max(j.age_s), 3) AS age_s,
-           any_value(t.reason) AS reason,
+           any_value(t.reason) AS reason, coalesce(any_value(t.findings), []) AS findings,
            list({'node': j.node, 'gpu_index': j.gpu_index, 'gpu_uuid': j.gpu_uuid, 'rank': j.rank,
                  'pid': j.pid, 'step': nullif(j.job_step, ''), 'command': j.command,
                  'mem_used_bytes': j.mem_used_bytes}
                 ORDER BY j.rank, j.node, j.gpu_index, j.pid) AS gpus
-    FROM jobs_at($now) j
-    LEFT JOIN trouble t ON t.entity = 'job:' || j.job_id AND t.node = j.job_node
+    FROM held j
+    LEFT JOIN judged t ON t.job_node = j.job_node AND t.job_id IS NOT DISTINCT FROM j.job_id
     WHERE ($job = '' OR j.job_id = $job) AND ($node = '' OR j.node = $node)
       AND ($gpu_uuid = '' OR j.gpu_uuid = $gpu_uuid)
     GROUP BY j.job_node, j.job_id
     ORDER BY j.job_id IS NULL, cards DESC, j.job_id, j.job_node
 """
+"""`trouble_in` says whose the findings are: the job's, its cards', its nodes'; `findings` are their ids."""
 
 
 def now(

@@ -37,6 +37,12 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "bench_corrupt": (
         ("", "take the card out of service now, then replace it: what it calculated is in doubt"),
     ),
+    "bandwidth_regression_fleet": _STEP,
+    "bandwidth_regression_host": (
+        ("", "see what changed on the host (driver, governor, firmware, memory) and what else runs on it"),
+        _REBOOT,
+    ),
+    "bench_stale": (("", "drain it for an hour and run what is due: fleet-agent bench --quick on it"),),
     "clock_skew": _CLOCK,
     "clock_unsynchronised": _CLOCK,
     "data_starved": (("", "look at the loader and at what feeds it: fleet job shows where it runs"),),
@@ -70,9 +76,17 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "port_errors": _PORT,
     "port_flapping": _PORT,
     "port_rate": _PORT,
+    "power_limit": (
+        ("", "see who set it (nvidia-smi -q -d POWER) and set what its peers have (nvidia-smi -pl)"),
+        _REBOOT,
+    ),
     "process_unkillable": (_REBOOT,),
     "recovery_action": _CARD,
     "remap_failed": _CARD,
+    "rule_failed": (
+        ("", "read the error (fleet explain rule NAME) and what changed: an upgrade, a site's rule"),
+    ),
+    "software_drift": (("", "give it what its peers have once it is drained, or a label pool of its own"),),
     "temperature_margin": (("", "look at fans, inlet temperature and the neighbours"), _RESEAT, _REPLACE),
     "xid": _CARD,
 }
@@ -89,6 +103,11 @@ _OF_CODE: Mapping[tuple[str, str], tuple[Step, ...]] = {
     ("gpu_downclocked", "hw_thermal"): (("", "cooling: look at fans, inlet temperature, neighbours"), *_CARD),
     ("gpu_downclocked", "fleet_step"): _STEP,
     ("bandwidth_regression_fleet", "fleet_step"): _STEP,
+    ("power_limit", "held_lower"): (
+        ("", "the board or its host holds it down: look at power cables, supplies and the BMC's own limit"),
+        _RESEAT,
+        _REPLACE,
+    ),
     ("agent_silent", "many_silent"): (
         ("", "look at the collector's host and its network; agents keep their data meanwhile"),
     ),

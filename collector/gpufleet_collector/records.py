@@ -163,6 +163,6 @@ def write_changes(write: duckdb.DuckDBPyConnection, changes: Sequence[tuple[int,
     frame.texts("probe", [change.probe for _, change in changes])
     frame.texts("metric", [change.metric for _, change in changes])
     frame.texts("reason", [change.reason for _, change in changes])
-    frame.texts("code", ["" for _ in changes])
+    frame.texts("code", [change.code for _, change in changes])
     frame.times("since", np.array([at for at, _ in changes], np.int64))
     frame.insert(write, "live.capability")

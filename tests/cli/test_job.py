@@ -140,6 +140,34 @@ def test_jobs_of_a_silent_node_are_not_known_to_run(seed: Seed, run: Run) -> Non
     assert items(run("job", "-o", "json")) == []
 
 
+def test_a_job_is_as_well_as_what_it_runs_on(seed: Seed, run: Run) -> None:
+    for name in ("gpu-001", "gpu-002"):
+        seed.node(name)
+    seed.job("gpu-001", "1", [0, 1])
+    seed.job("gpu-001", "2", [2, 3])
+    seed.job("gpu-002", "3", [0])
+    seed.finding(
+        "gpu_downclocked", "gpu-001", seed.entity("gpu-001", 2), "crit", "slow", "slow", incident="S"
+    )
+    seed.finding("disk_full", "gpu-001", "mount:/scratch", "warn", "full", "full", incident="Full")
+    seed.finding("gpu_missing", "gpu-002", seed.entity("gpu-002", 7), "crit", "lost", "gone", incident="Gone")
+    seed.finding("data_starved", "gpu-001", "job:9", "crit", "storage", "of a job that is over", incident="D")
+    found = {item["job_id"]: item for item in items(run("job", "-o", "json"))}
+    assert {name: (item["state"], item["trouble_in"]) for name, item in found.items()} == {
+        "1": ("degraded", ["node"]),
+        "2": ("critical", ["node", "card"]),
+        "3": ("ok", []),
+    }
+    (job,) = items(run("job", "2", "-o", "json"))
+    assert job["reason"] == "slow"
+    assert [one["rule"] for one in job["findings"]] == ["gpu_downclocked", "disk_full"]  # type: ignore[attr-defined]
+    screen = run("job", "2").output
+    assert "on the cards and nodes that it holds:" in screen
+    assert "no open findings" not in screen
+    assert "no open findings" in run("job", "3").output
+    assert run("job", "2", "--exit-code").exit_code == 11
+
+
 def test_exit_codes(busy: Seed, run: Run) -> None:
     assert run("job", "41778", "--exit-code").exit_code == 11
     assert run("job", POD, "--exit-code").exit_code == 0

@@ -211,7 +211,8 @@ class Mounts:
     def __init__(self, root: Path, canaries: Canaries) -> None:
         self._root = root
         self._canaries = canaries
-        self._writable: set[str] = set()
+        self._writable: set[tuple[str, str]] = set()
+        """Path and source: another file system in the same place has its own past."""
         self._text: str | Null = ""
         self._chosen: list[tuple[Mount, Cell]] = []
 
@@ -223,7 +224,7 @@ class Mounts:
         stats: Mapping[str, Mapping[str, Cell]] = {}
         if any(mount.fstype in ("nfs", "nfs4") for mount, _ in found):
             stats = nfs_stats(files.read(self._root / "proc/self/mountstats"))
-        self._writable &= {mount.shown for mount, _ in found}
+        self._writable &= {(mount.shown, mount.source) for mount, _ in found}
         return [self._row(mount, why, answers, stats) for mount, why in found]
 
     def items(self) -> Iterable[Row]:
@@ -247,8 +248,8 @@ class Mounts:
 
     def _was_writable(self, mount: Mount) -> bool:
         if "ro" not in mount.super_options:
-            self._writable.add(mount.shown)
-        return mount.shown in self._writable
+            self._writable.add((mount.shown, mount.source))
+        return (mount.shown, mount.source) in self._writable
 
     def _row(
         self, mount: Mount, why: Cell, answers: Mapping[Key, Answer], stats: Mapping[str, Mapping[str, Cell]]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from gpufleet.event import Event
 from gpufleet.metric import Cell, Null, Reason, Row, Value
+from gpufleet_agent import labels
 from gpufleet_agent.drivers import (
     BenchResult,
     Check,
@@ -346,7 +347,7 @@ class SimulatedHost:
         }
         if self._cards and not self._phase().gone:
             found |= {"driver_version": DRIVER, "cuda": CUDA, "library_version": self.library_version()}
-        return Item("node:", found)
+        return Item("node:", found | labels.attributes(self._scenario.labels(self._name)))
 
     def library_version(self) -> str:
         """Of the driver's library on disk."""

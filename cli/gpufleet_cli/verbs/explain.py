@@ -1,6 +1,7 @@
 """`fleet explain`: why. Rule, numbers, window, limit, and who set it."""
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import click
@@ -73,9 +74,38 @@ def _meaning_screen(document: Json, settings: Settings) -> str:
 
 
 def _screen(document: Json, settings: Settings) -> str:
+    """One block per rule that says something; of many, those with nothing to say are a few lines."""
     limit = limit_of(settings)
-    blocks = [_block(item, settings, limit) for item in render.items(document, "items")]
-    return "\n\n".join("\n".join(block) for block in blocks) or "nothing to explain"
+    found = render.items(document, "items")
+    judged = [item for item in found if render.items(item, "verdicts") or render.items(item, "findings")]
+    told = [item for item in judged if _says_something(item)] if len(judged) > 1 else judged or found[:1]
+    blocks = [_block(item, settings, limit) for item in told]
+    blocks.append(_quiet([item for item in found if item not in told], limit))
+    return "\n\n".join("\n".join(block) for block in blocks if block) or "nothing to explain"
+
+
+def _says_something(item: render.Json) -> bool:
+    return bool(render.items(item, "findings")) or any(map(_is_bad, render.items(item, "verdicts")))
+
+
+def _is_bad(verdict: render.Json) -> bool:
+    return verdict.get("verdict") in ("warn", "crit")
+
+
+def _quiet(items: Sequence[render.Json], limit: int) -> list[str]:
+    """The rules that find nothing: which are ok, and which cannot judge, by the reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for item in items:
+        first = {str(verdict.get("verdict")): verdict for verdict in render.items(item, "verdicts")[::-1]}
+        word = next((word for word in ("unknown", "ok", "n/a") if word in first), "not judged")
+        why = str(first[word].get("reason") or "") if word in first else str(item.get("problem") or "")
+        groups.setdefault((word, "" if word == "ok" else why), []).append(str(item.get("rule")))
+    order = ("unknown", "not judged", "n/a", "ok")
+    lines: list[str] = []
+    for (word, why), rules in sorted(groups.items(), key=lambda one: (-order.index(one[0][0]), one[0])):
+        head = f"{render.plural(len(rules), 'rule')} {word}{f', {why}' if why else ''}: "
+        lines += render.wrap_line(head + ", ".join(rules), limit, "  ")
+    return lines
 
 
 def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
@@ -91,6 +121,12 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
     if item.get("enabled") is False:
         facts.append("disabled by the configuration")
     lines.extend(render.wrap_line("  " + "   ".join(facts), limit, "  "))
+    if item.get("problem"):
+        lines.extend(render.wrap_line(f"  not judged: {item['problem']}", limit, "    "))
+    elif counts := _counts(item):
+        lines.extend(
+            render.wrap_line(f"  judged everywhere at {clock(item.get('run_at'))}: {counts}", limit, "    ")
+        )
     limits = [
         [
             str(entry.get("name")),
@@ -110,6 +146,8 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
             Column("SET BY", fold=True),
         ]
         lines += ["", *render.table(head, limits, limit, "  ")]
+    said = render.items(item, "verdicts")
+    shown = [entry for entry in said if entry.get("verdict") not in ("ok", "n/a")] or said
     verdicts = [
         [
             render.state(entry.get("verdict"), settings.colored), str(entry.get("code") or ""),
@@ -118,7 +156,7 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
             render.age(entry.get("evidence_age_s")),
             str(entry.get("reason") or ""),
         ]
-        for entry in render.items(item, "verdicts")
+        for entry in shown
     ]  # fmt: skip
     if verdicts:
         head = [
@@ -127,10 +165,21 @@ def _block(item: render.Json, settings: Settings, limit: int) -> list[str]:
             Column("REASON", fold=True),
         ]  # fmt: skip
         lines += ["", *render.table(head, verdicts, limit, "  ")]
+    if len(shown) < len(said):
+        lines += ["", f"  and {len(said) - len(shown)} here that are ok or not applicable"]
     lines.extend(_peers(item, limit))
     lines.extend(_details(item, limit))
     lines.extend(_findings(item, settings, limit))
     return lines
+
+
+def _counts(item: render.Json) -> str:
+    """What the rule said of everything that it judges: `62 ok, 2 crit`."""
+    counts = item.get("last_run")
+    if not isinstance(counts, dict):
+        return ""
+    words = {"na": "n/a"}
+    return ", ".join(f"{count} {words.get(word, word)}" for word, count in counts.items() if count)
 
 
 def _peers(item: render.Json, limit: int) -> list[str]:

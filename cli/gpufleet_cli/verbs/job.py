@@ -44,11 +44,21 @@ def _all(document: Json, settings: Settings) -> str:
             str(item.get("user") or "-"),
             render.number(item.get("cards")),
             render.age(item.get("age_s")),
-            _nodes(item),
+            _nodes(item) + _troubled(item),
         ]
         for item in render.items(document, "items")
     ]
     return "\n".join(render.table(columns, rows, limit_of(settings))) if rows else "no job holds a card"
+
+
+def _troubled(item: render.Json) -> str:
+    """Where the findings are: on the job itself, on cards that it holds, on nodes that it runs on."""
+    found = item.get("trouble_in")
+    words = [_TROUBLED.get(str(word), str(word)) for word in found] if isinstance(found, list) else []
+    return f", findings on {' and '.join(words)}" if words else ""
+
+
+_TROUBLED = {"job": "the job", "card": "its cards", "node": "its nodes"}
 
 
 def _nodes(item: render.Json) -> str:
@@ -63,7 +73,7 @@ def _one(document: Json, settings: Settings) -> str:
         if lines:
             lines.append("")
         lines.extend(_head(found, settings, limit))
-        lines.extend(finding_lines(found, settings, limit))
+        lines.extend(_findings(found, settings, limit))
         lines.extend(_cards(found, settings, limit))
     return "\n".join(lines)
 
@@ -81,6 +91,19 @@ def _head(found: render.Json, settings: Settings, limit: int) -> Sequence[str]:
         parts.append(f"{render.number(found.get('world'))} ranks")
     parts.append(f"data {render.age(found.get('age_s'))} old")
     return render.wrap_line("   ".join(parts), limit, "  ")
+
+
+def _findings(found: render.Json, settings: Settings, limit: int) -> Sequence[str]:
+    """The job's own findings, then those of what it runs on, which are no fault of the job."""
+    own: list[render.Json] = []
+    others: list[render.Json] = []
+    for finding in render.items(found, "findings"):
+        (own if str(finding.get("entity")).startswith("job:") else others).append(finding)
+    lines = finding_lines({"findings": own}, settings, limit) if own or not others else []
+    if others:
+        lines += ["", "on the cards and nodes that it holds:"]
+        lines += finding_lines({"findings": others}, settings, limit)[1:]
+    return lines
 
 
 def _cards(found: render.Json, settings: Settings, limit: int) -> Sequence[str]:

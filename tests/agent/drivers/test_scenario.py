@@ -32,7 +32,7 @@ def test_the_guide_names_every_kind_parameter_and_model_and_its_example_loads() 
             assert f"`{param}`" in row
     assert all(f"`{short}`" in guide for short in cards.SHORT)
     examples = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
-    assert [parse(text.encode()).fault[0].kind for text in examples] == ["card_lost"]
+    assert [parse(text.encode()).fault[0].kind for text in examples] == ["card_lost", "agent_stopped"]
 
 
 HANG = 'kind = "driver_hang"\ngpu = 0\n'
@@ -73,6 +73,9 @@ WRONG = {
     f'{FLEET}[[load]]\nkind = "idle"\nutil = 5\n': "key load[0].util: an idle card has none",
     f'{FLEET}[[load]]\nkind = "mine"\n': "key load[0].kind: Invalid enum value 'mine'",
     f'{FLEET}[[node]]\nnode = "*"\ngpus = 99\n': "key node[0].gpus: 99",
+    f'{FLEET}[[node]]\nnode = "*"\nlabels = {{ Rack = "r1" }}\n': "labels.Rack: is no name for a label",
+    f'{FLEET}[[node]]\nnode = "*"\nlabels = {{ rack = "" }}\n': "key node[0].labels.rack: '' is no",
+    f'{FLEET}[[node]]\nnode = "*"\nlabels = {{ rack = 3 }}\n': "key node[0].labels",
     "[fleet]\nnodes = 1\ngpus = 0\n[[load]]\ngpu = 0\n": "key load[0].gpu: 0: gpu-001 has no cards",
     '[fleet]\nnodes = 1\ngpus = 0\n[[fault]]\nnode = "*"\nkind = "driver_not_loaded"\n': "needs no driver",
     '[fleet]\nnodes = 1\nmodel = "T4"\n[[fault]]\nnode = "*"\ngpu = 0\nkind = "mig_on"\n': "a Tesla T4 has",
@@ -132,6 +135,24 @@ def test_names_counts_and_models_of_hosts(scenarios: Path) -> None:
     assert [fleet.gpu_count(node) for node in fleet.node_names()] == [8, 8, 8, 8, 0]
     big = parse(b"[fleet]\nnodes = 1200\n")
     assert big.node_names()[::1199] == ("gpu-0001", "gpu-1200")
+
+
+def test_labels_of_all_blocks_that_name_a_host() -> None:
+    fleet = parse(
+        b"[fleet]\nnodes = 4\ngpus = 2\n"
+        b'[[node]]\nnode = "*"\nlabels = { pool = "train", rack = "r1" }\n'
+        b'[[node]]\nnode = "gpu-[003-004]"\ngpus = 1\nlabels = { rack = "r2" }\n'
+    )
+    assert fleet.labels("gpu-001") == {"pool": "train", "rack": "r1"}
+    assert fleet.labels("gpu-003") == {"pool": "train", "rack": "r2"}
+    assert (fleet.gpu_count("gpu-001"), fleet.gpu_count("gpu-003")) == (2, 1)
+    said = fleet.host("gpu-003", lambda: 0.0, 0).node().attributes
+    assert {key: value for key, value in said.items() if key.startswith("label.")} == {
+        "label.pool": "train",
+        "label.rack": "r2",
+    }
+    plain = parse(b"[fleet]\nnodes = 1\n").host("gpu-001", lambda: 0.0, 0).node().attributes
+    assert not any(key.startswith("label.") for key in plain)
 
 
 def test_every_card_that_should_exist_is_in_the_inventory(everything: Scenario) -> None:

@@ -201,6 +201,15 @@ def test_a_remount_read_only_is_seen_and_that_it_was_writable(tmp_path: Path) ->
     assert [rows(mounts)["/data"][name] for name in columns] == [True, True, False], "mounted anew, read-only"
 
 
+def test_another_file_system_in_the_same_place_was_never_writable(tmp_path: Path) -> None:
+    data = "30 27 8:1 / /data ro,relatime - xfs /dev/sda1 rw"
+    mounts = Mounts(plant(tmp_path, f"{ROOT}\n{data}\n"), Canned())
+    assert rows(mounts)["/data"]["was_writable"] is True
+    plant(tmp_path, f"{ROOT}\n30 27 8:17 / /data ro,relatime - xfs /dev/sdb1 ro\n")
+    assert rows(mounts)["/data"]["was_writable"] is False
+    assert {item["mount"]: item["writable"] for item in mounts.items()}["/data"] == "0"
+
+
 def test_without_this_machines_root_nobody_is_asked(tmp_path: Path) -> None:
     found = rows(Mounts(plant(tmp_path, ROOT), NoCanaries()))
     assert found["/"]["canary_state"] == Null(Reason.NOT_READ, "not_asked")

@@ -534,6 +534,42 @@ def test_a_port_goes_by_its_device_and_its_number(kit: Kit) -> None:
     ]
 
 
+def test_what_an_agent_of_an_earlier_version_cannot_send_is_not_supported(kit: Kit) -> None:
+    def content(*columns: str) -> bytes:
+        cells = [kit.column("gpu_uuid", Type.STRING, ["GPU-1"])]
+        cells += [kit.column(name, Type.F64, [1.0]) for name in columns]
+        return kit.body(kit.rows("gpu", cells, [kit.now_us()]))
+
+    def told() -> list[tuple[object, ...]]:
+        return running.query(
+            "SELECT node, entity, metric, reason, code FROM live.capability ORDER BY since, node, metric"
+        )
+
+    running = kit.start()
+    probe = kit.hello().probes[0]
+    assert {"util_pct", "energy_j"} <= {metric.name for metric in probe.metrics}
+    known = [metric for metric in probe.metrics if metric.name != "energy_j"]
+    before = pb.Probe(name=probe.name, interval_s=probe.interval_s, metrics=known)
+    old = kit.agent(running.address).hello(node="old", machine_id="o", spool_id="o", probes=[before])
+    old.send(1, content("util_pct"))
+    old.wait(1)
+    assert told() == [], "no agent describes more"
+    new = kit.agent(running.address).hello(node="new", machine_id="n", spool_id="n")
+    new.send(1, content("util_pct", "energy_j"))
+    new.wait(1)
+    for number in (2, 3):
+        old.send(number, content("util_pct"))
+        old.wait(number)
+    lacks = ("old", "gpu:GPU-1", "energy_j", "not_supported", "not_sent")
+    assert [row for row in told() if row[2] == "energy_j"] == [lacks]
+    assert {row[0] for row in told()} == {"old"}
+    old.close()
+    newer = kit.agent(running.address).hello(node="old", machine_id="o", spool_id="o")
+    newer.send(4, content("util_pct", "energy_j"))
+    newer.wait(4)
+    assert [row for row in told() if row[2] == "energy_j"] == [lacks, (*lacks[:3], "ok", "")]
+
+
 def test_reasons_of_nulls_go_to_capability_on_change(kit: Kit) -> None:
     def content(*cells: Cell, reason: int = pb.REASON_NOT_SUPPORTED) -> bytes:
         return kit.body(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -455,14 +456,26 @@ def _health(card: Card) -> Row:
     return key | values
 
 
+def opened(folder: Path | None = None) -> Store:
+    """A store in memory or in a folder, with the tables of all probes."""
+    store = Store.open(folder / "fleet.duckdb" if folder else None)
+    with store.transaction() as write:
+        for probe, metrics in PROBES.items():
+            store.ensure_probe(write, probe, columns(metrics))
+    return store
+
+
 @pytest.fixture
 def store() -> Iterator[Store]:
-    opened = Store.open(None)
-    with opened.transaction() as write:
-        for probe, metrics in PROBES.items():
-            opened.ensure_probe(write, probe, columns(metrics))
-    yield opened
-    opened.close()
+    made = opened()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def new_fleet() -> Callable[[Path | None], Fleet]:
+    """Makes further fleets, each with a store of its own, which the test closes."""
+    return lambda folder: Fleet(opened(folder))
 
 
 @pytest.fixture
@@ -481,3 +494,59 @@ def judge(store: Store, fleet: Fleet, rules: tuple[str, ...]) -> Judge:
     chosen = [rule for rule in load_rules() if rule.name in rules]
     fleet.judge = Judge(store, JudgeSettings(), rules=chosen)
     return fleet.judge
+
+
+DRILLS = ("fires", "near_miss", "not_judged")
+
+
+@pytest.fixture(autouse=True)
+def _drilled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hold a test to its `drill(rule, what, ...)` marks by what the rule really said while it ran.
+
+    fires: a finding of it fired. near_miss: it judged something that never fired, while nothing of it fired
+    at all or, among others that did, by name. not_judged: it said unknown or n/a.
+    """
+    drills = [(str(mark.args[0]), mark.args[1:]) for mark in request.node.iter_markers("drill")]
+    if not drills:
+        yield
+        return
+    said: dict[str, set[str]] = {}
+    asked: set[tuple[str, str, str, str]] = set()
+    fired: set[tuple[str, str, str]] = set()
+    run_pass, find = Judge.run_pass, Fleet.find
+
+    def noted_pass(self: Judge, as_of: datetime) -> PassReport:
+        report = run_pass(self, as_of)
+        for run in report.runs:
+            said.setdefault(run.rule, set()).update(run.counts)
+        fired.update(finding.key for finding in report.fired)
+        return report
+
+    def noted_find(
+        self: Fleet, rule: str, entity: str = "node:", node: str = ""
+    ) -> tuple[str, str, datetime | None, str]:
+        found = find(self, rule, entity, node)
+        said.setdefault(rule, set()).add(found[0])
+        asked.add((rule, node, entity, found[0]))
+        return found
+
+    monkeypatch.setattr(Judge, "run_pass", noted_pass)
+    monkeypatch.setattr(Fleet, "find", noted_find)
+    yield
+    for rule, kinds in drills:
+        hit = {(node, entity) for name, node, entity in fired if name == rule}
+        judged = said.get(rule, set())
+        spared = any(
+            name == rule and verdict == "ok" and (node, entity) not in hit
+            and (node or entity not in {one for _, one in hit})
+            for name, node, entity, verdict in asked
+        )  # fmt: skip
+        really = {
+            "fires": bool(hit),
+            "near_miss": spared or (not hit and bool(judged & {"ok", "warn", "crit"})),
+            "not_judged": bool(judged & {"unknown", "n/a"}),
+        }
+        for kind in kinds:
+            assert really[kind], (
+                f"no drill of {rule} that {kind}: it said {sorted(judged)} and fired on {hit}"
+            )

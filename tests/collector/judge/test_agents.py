@@ -41,6 +41,7 @@ def reboot(fleet: "Fleet", stopped: str, name: str = "gpu-001") -> None:
         ("quarantined", 360, None),
     ],
 )
+@pytest.mark.drill("agent_dropping", "fires")
 def test_lost_data_is_news_for_an_hour(
     fleet: "Fleet", judge: Judge, kind: str, count: int, batches: int | None
 ) -> None:
@@ -55,6 +56,9 @@ def test_lost_data_is_news_for_an_hour(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("agent_dropping", "near_miss", "not_judged")
+@pytest.mark.drill("agent_restarted", "not_judged")
+@pytest.mark.drill("node_rebooted", "not_judged")
 def test_an_odd_cell_and_other_nodes_are_no_loss(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=1)
     node = fleet.add("gpu-002", gpus=1)
@@ -69,6 +73,7 @@ def test_an_odd_cell_and_other_nodes_are_no_loss(fleet: "Fleet", judge: Judge) -
 
 
 @pytest.mark.parametrize(("kind", "code"), [("agent_start", "agent"), ("sampler_restarted", "sampler")])
+@pytest.mark.drill("agent_restarted", "fires")
 def test_a_loop_of_restarts(fleet: "Fleet", judge: Judge, kind: str, code: str) -> None:
     node = fleet.add("gpu-001", gpus=1)
     for seen in range(3):
@@ -82,6 +87,7 @@ def test_a_loop_of_restarts(fleet: "Fleet", judge: Judge, kind: str, code: str) 
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("agent_restarted", "near_miss")
 def test_orderly_stops_boots_and_a_few_restarts_are_no_loop(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=1)
     for _ in range(5):
@@ -97,6 +103,7 @@ def test_orderly_stops_boots_and_a_few_restarts_are_no_loop(fleet: "Fleet", judg
     assert fleet.find(RESTARTED)[:2] == ("ok", "few")
 
 
+@pytest.mark.drill("node_rebooted", "fires")
 def test_a_host_that_comes_back_by_itself(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=1)
     fleet.run(20, judge, every=20)
@@ -123,6 +130,7 @@ def test_three_times_in_a_week_is_critical(fleet: "Fleet", judge: Judge) -> None
     assert [row[3] for row in fleet.findings(REBOOTED)] == ["crit"]
 
 
+@pytest.mark.drill("node_rebooted", "near_miss")
 def test_a_planned_reboot_is_none(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=1)
     reboot(fleet, "clean")

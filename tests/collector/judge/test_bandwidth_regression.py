@@ -30,6 +30,7 @@ def bench(fleet: "Fleet", card: "Card", value: float | None, status: str = "ok")
     fleet.bench(card.entity, card.node, value, status)
 
 
+@pytest.mark.drill("bandwidth_regression", "fires")
 def test_three_of_four_slow_runs_fire(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     accept(fleet, card, 55.0)
@@ -73,6 +74,7 @@ def test_more_microseconds_are_worse(fleet: "Fleet", judge: Judge) -> None:
         assert fleet.find(RULE, card.entity)[0] == verdict
 
 
+@pytest.mark.drill("bandwidth_regression", "near_miss")
 def test_noise_of_the_series_is_no_regression(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     accept(fleet, card, 55.0)
@@ -131,6 +133,7 @@ def test_runs_that_are_not_ok_are_no_evidence(fleet: "Fleet", judge: Judge, stat
     assert (verdict, code, status in reason) == ("unknown", "no_ok_run", True)
 
 
+@pytest.mark.drill("bandwidth_regression", "not_judged")
 def test_no_bench_and_too_few_runs_are_not_judged(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     assert fleet.find(RULE, card.entity)[:2] == ("n/a", "no_bench")

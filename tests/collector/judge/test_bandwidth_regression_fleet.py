@@ -58,6 +58,7 @@ def test_half_way_through_a_roll_out_no_card_is_blamed(fleet: "Fleet", judge: Ju
 
 
 @pytest.mark.parametrize(("ratio", "newer"), [(0.98, 4), (1.06, 4), (0.94, 1), (0.94, 0)])
+@pytest.mark.drill("bandwidth_regression_fleet", "near_miss")
 def test_less_than_three_percent_or_one_node_is_no_step(
     fleet: "Fleet", judge: Judge, ratio: float, newer: int
 ) -> None:
@@ -78,12 +79,14 @@ def test_a_card_that_lost_more_than_the_others_is_found(fleet: "Fleet", judge: J
     ]  # fmt: skip
 
 
+@pytest.mark.drill("bandwidth_regression_fleet", "not_judged")
 def test_too_few_cards_are_no_fleet(fleet: "Fleet", judge: Judge) -> None:
     grow(fleet, 2)
     round_of(fleet, 0.94, newer=2)
     assert fleet.find(RULE, MODEL)[:2] == ("n/a", "too_few")
 
 
+@pytest.mark.drill("bandwidth_regression_fleet", "fires")
 def test_accepting_the_new_values_clears_it(fleet: "Fleet", judge: Judge) -> None:
     grow(fleet, 4, gpus=2)
     for _ in range(3):

@@ -42,6 +42,7 @@ def quick(fleet: "Fleet", judge: Judge) -> Judge:
     return Judge(fleet.store, settings, rules=[rule for rule in load_rules() if rule.name in judge.policies])
 
 
+@pytest.mark.drill("bandwidth_regression_host", "fires")
 def test_slow_rounds_of_all_cards_are_one_finding(fleet: "Fleet", judge: Judge) -> None:
     assert judge.policies[RULE].need == Need(16, 20), "longer than a neighbour's backup"
     impatient = quick(fleet, judge)
@@ -60,7 +61,14 @@ def test_slow_rounds_of_all_cards_are_one_finding(fleet: "Fleet", judge: Judge) 
 
 
 @pytest.mark.parametrize(
-    ("gpus", "slow", "verdict"), [(8, 4, "warn"), (8, 3, "ok"), (8, 0, "ok"), (2, 2, "warn"), (2, 1, "ok")]
+    ("gpus", "slow", "verdict"),
+    [
+        (8, 4, "warn"),
+        pytest.param(8, 3, "ok", marks=pytest.mark.drill("bandwidth_regression_host", "near_miss")),
+        (8, 0, "ok"),
+        (2, 2, "warn"),
+        (2, 1, "ok"),
+    ],
 )
 def test_half_of_the_cards_and_at_least_two(
     fleet: "Fleet", judge: Judge, gpus: int, slow: int, verdict: str
@@ -82,10 +90,11 @@ def test_a_round_counts_once_however_often_it_is_seen(fleet: "Fleet", judge: Jud
     assert fleet.find(RULE)[2] == first, "the first card has not run again"
 
 
-def test_without_baselines_or_with_one_card_it_says_nothing(fleet: "Fleet", judge: Judge) -> None:
+@pytest.mark.drill("bandwidth_regression_host", "not_judged")
+def test_without_baselines_or_with_one_card_it_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     one = add(fleet, "gpu-001", gpus=1)
     round_of(fleet, one, 1)
     new = fleet.add("gpu-002")
     for card in new.cards:
         fleet.bench(card.entity, card.node, 49.0)
-    assert fleet.sql(f"SELECT * FROM find_{RULE}(TIMESTAMP '{fleet.at}')") == []
+    assert {fleet.find(RULE, node=name)[:2] for name in fleet.nodes} == {("n/a", "no_round")}

@@ -30,6 +30,7 @@ def later(fleet: "Fleet", judge: Judge, minutes: float = 5) -> None:
     fleet.run(5, judge)
 
 
+@pytest.mark.drill("bench_corrupt", "fires")
 def test_one_wrong_run_is_a_warning_and_a_second_one_critical(fleet: "Fleet", judge: Judge) -> None:
     well, card = fleet.add("gpu-001", gpus=2).cards
     run(fleet, well)
@@ -89,6 +90,7 @@ def test_several_pairs_of_one_run_are_one_run(fleet: "Fleet", judge: Judge) -> N
     assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", "once")]
 
 
+@pytest.mark.drill("bench_corrupt", "near_miss")
 @pytest.mark.parametrize(
     ("status", "reason"),
     [("failed", "cuCtxCreate_v2: CUDA_ERROR_UNKNOWN"), ("failed", "it is not corrupt: only slow"),
@@ -107,6 +109,7 @@ def test_near_miss_other_failures_are_not_wrong_results(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("bench_corrupt", "not_judged")
 def test_without_results_it_is_not_known(fleet: "Fleet", judge: Judge) -> None:
     busy, never = fleet.add("gpu-001", gpus=2).cards
     run(fleet, busy, "skipped", "in use by process 900")

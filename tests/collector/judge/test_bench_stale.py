@@ -35,6 +35,7 @@ def age(fleet: "Fleet", days: float) -> None:
         write.execute(f"UPDATE live.inventory SET valid_from = valid_from - INTERVAL {days} DAY")
 
 
+@pytest.mark.drill("bench_stale", "fires", "near_miss")
 def test_always_busy_and_never_tried_fire_and_a_result_clears(fleet: "Fleet", judge: Judge) -> None:
     well, busy, never = fleet.add("gpu-001", gpus=3).cards
     age(fleet, 30)
@@ -60,6 +61,7 @@ def test_always_busy_and_never_tried_fire_and_a_result_clears(fleet: "Fleet", ju
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("bench_stale", "not_judged")
 def test_what_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     cannot, new, silent = (fleet.add(name, gpus=1).cards[0] for name in ("gpu-001", "gpu-002", "gpu-003"))
     fleet.run(5)

@@ -50,6 +50,7 @@ def own(fleet: "Fleet", until: datetime) -> None:
         )
 
 
+@pytest.mark.drill("certificate_expiry", "fires")
 def test_it_warns_gets_critical_and_clears_when_renewed(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=0)
     fleet.run(5)
@@ -83,6 +84,7 @@ def test_the_collectors_own(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, "agent:")[:2] == ("unknown", "not_heard"), "the file was not read for hours"
 
 
+@pytest.mark.drill("certificate_expiry", "near_miss", "not_judged")
 def test_short_lives_no_certificate_and_silence(fleet: "Fleet", judge: Judge) -> None:
     told: dict[str, tuple[float, float] | None] = {
         "daily": (0.5 * DAY, DAY),

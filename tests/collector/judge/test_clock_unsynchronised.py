@@ -57,6 +57,7 @@ def quiet(fleet: "Fleet", name: str) -> "Node":
     return node
 
 
+@pytest.mark.drill("clock_unsynchronised", "fires")
 def test_minutes_without_correction_warn_and_minutes_with_it_clear(
     fleet: "Fleet", judge: Judge, minute: Minute
 ) -> None:
@@ -70,6 +71,7 @@ def test_minutes_without_correction_warn_and_minutes_with_it_clear(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("clock_unsynchronised", "near_miss", "not_judged")
 def test_each_kind_and_its_near_miss(fleet: "Fleet", judge: Judge, minute: Minute) -> None:
     said: dict[str, tuple[Cell, ...]] = {
         "right": RIGHT,

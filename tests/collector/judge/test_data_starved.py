@@ -209,6 +209,7 @@ def test_injected_shares_are_found_again(fleet: "Fleet", judge: Judge) -> None:
             assert scope == "job"
 
 
+@pytest.mark.drill("data_starved", "fires")
 def test_a_job_that_waits_everywhere_is_no_nodes_fault(train: Training, fleet: "Fleet", judge: Judge) -> None:
     train.run(3.5, judge)
     assert fleet.findings() == []
@@ -227,7 +228,7 @@ def test_a_job_that_waits_everywhere_is_no_nodes_fault(train: Training, fleet: "
     assert fleet.findings() == []
 
 
-@pytest.mark.parametrize("slow", [{5: 0.5}, {4: 0.3, 5: 0.3, 6: 0.3, 7: 0.3}])
+@pytest.mark.parametrize("slow", [{5: 0.5, 6: 0.5}, {4: 0.3, 5: 0.3, 6: 0.3, 7: 0.3}])
 def test_the_culprit_rank_and_node_are_named_and_no_other(
     train: Training, fleet: "Fleet", judge: Judge, slow: dict[int, float]
 ) -> None:
@@ -237,6 +238,26 @@ def test_the_culprit_rank_and_node_are_named_and_no_other(
     reason = train.now("node:", "gpu-002")[2]
     assert f"rank {','.join(map(str, slow))} of job 41778" in reason
     assert train.now("node:", "gpu-001")[:2] == ("ok", "as_others")
+    assert train.now()[:2] == ("ok", "one_node")
+
+
+def test_one_rank_beside_others_that_do_not_wait_says_nothing_against_its_node(
+    train: Training, fleet: "Fleet", judge: Judge
+) -> None:
+    """Its shard may be slow: the others read by the same disks and cores."""
+    train.shares, train.work = {5: 0.5}, (1, 6, 1)
+    train.run(4.5, judge)
+    assert fleet.findings() == [("", "job:41778", "firing", "crit", "storage")]
+    assert "gpu-002 alone, rank 5" in train.now()[2]
+    assert train.now("node:", "gpu-002")[:2] == ("ok", "as_others")
+
+
+def test_the_only_rank_of_a_node_speaks_for_it(fleet: "Fleet", judge: Judge) -> None:
+    nodes = [fleet.add(f"gpu-00{n}", gpus=1) for n in (1, 2, 3)]
+    judge.compile(fleet.at)
+    train = Training(fleet, nodes, shares={1: 0.5}, work=(1, 6, 1))
+    train.run(4.5, judge)
+    assert fleet.findings() == [("gpu-002", "node:", "firing", "crit", "storage")]
     assert train.now()[:2] == ("ok", "one_node")
 
 
@@ -270,6 +291,7 @@ def test_two_slow_nodes_are_no_lone_suspect(train: Training, fleet: "Fleet") -> 
     assert train.now("node:", "gpu-001")[0] == train.now("node:", "gpu-002")[0] == "ok"
 
 
+@pytest.mark.drill("data_starved", "not_judged")
 def test_pauses_and_starts_raise_nothing(train: Training, fleet: "Fleet", judge: Judge) -> None:
     """A checkpoint of 90 s, and the long first batch of an epoch."""
     train.run(2.5, judge)
@@ -409,6 +431,7 @@ def test_a_restarted_process_is_no_burst(train: Training) -> None:
     assert train.now()[:2] == ("ok", "fed")
 
 
+@pytest.mark.drill("data_starved", "near_miss")
 def test_two_minutes_of_waiting_are_no_finding(train: Training, fleet: "Fleet", judge: Judge) -> None:
     train.run(2.5, judge)
     train.share, train.io = 0.5, 0.5
@@ -497,8 +520,8 @@ SIMULATED = (
     ('node = "gpu-[007-008]"', 'gpu = "*"', 'cause = "no_workers"', ("", "job:41781", "crit", "no_workers")),
     ('node = "gpu-[009-010]"', 'gpu = "*"', "share = 0.05", None),
     ('node = "gpu-[011-012]"', 'gpu = "*"', 'share = 0.4\nhook = "no"', None),
-    # one rank of one of the two hosts of the last job
-    ('node = "gpu-014"', "gpu = 1", 'cause = "storage"', ("gpu-014", "node:", "crit", "storage")),
+    # all ranks of one of the two hosts of the last job
+    ('node = "gpu-014"', 'gpu = "*"', 'cause = "storage"', ("gpu-014", "node:", "crit", "storage")),
 )  # fmt: skip
 
 

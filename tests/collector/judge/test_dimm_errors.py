@@ -58,6 +58,7 @@ def node(fleet: "Fleet") -> "Node":
     return made
 
 
+@pytest.mark.drill("dimm_errors", "fires")
 def test_an_uncorrectable_error_is_critical_once_and_for_a_day(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:
@@ -115,6 +116,7 @@ def test_corrected_errors_warn_by_their_number_in_a_day(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("dimm_errors", "near_miss", "not_judged")
 def test_what_cannot_be_read_and_what_is_not_there(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:
@@ -129,6 +131,16 @@ def test_what_cannot_be_read_and_what_is_not_there(
     assert fleet.find(RULE, "node:")[:2] == ("unknown", "unreadable")
     fleet.at += timedelta(minutes=10)
     assert fleet.find(RULE, "node:")[:2] == ("unknown", "no_samples")
+
+
+def test_a_row_that_came_twice_is_one_module(
+    fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
+) -> None:
+    sweep(node, {"mc0/dimm3": (150, 0, 150, 0)})
+    with fleet.store.transaction() as write:
+        write.execute("INSERT INTO live.edac SELECT * REPLACE (NULL AS corrected_day) FROM live.edac")
+        write.execute("INSERT INTO live.edac SELECT * FROM live.edac")
+    assert fleet.find(RULE, DIMM)[:2] == ("warn", "corrected")
 
 
 def test_a_host_that_does_not_count_is_judged_by_its_kernel_log(

@@ -58,6 +58,7 @@ def mounts(fleet: "Fleet", store: Store) -> Mounts:
     return Mounts(fleet, store)
 
 
+@pytest.mark.drill("disk_full", "fires")
 def test_a_full_disk_fires_and_clears(fleet: "Fleet", judge: Judge, mounts: Mounts) -> None:
     scratch = mounts.add("gpu-001", "/scratch", 7 * TB, 5 * GB)
     mounts.add("gpu-001", "/", 900 * GB, 500 * GB)
@@ -87,6 +88,7 @@ VERDICTS: tuple[tuple[int | None, int | None, dict[str, object], str, str], ...]
 )
 
 
+@pytest.mark.drill("disk_full", "near_miss", "not_judged")
 def test_verdicts(fleet: "Fleet", mounts: Mounts, judge: Judge) -> None:
     for at, (size, avail, more, _, _) in enumerate(VERDICTS):
         mounts.add("gpu-001", f"/{at}", size, avail, **more)

@@ -74,6 +74,7 @@ def disks(fleet: "Fleet", store: Store) -> Disks:
     return Disks(fleet, store)
 
 
+@pytest.mark.drill("disk_slow", "fires")
 def test_a_slow_disk_fires_and_clears(fleet: "Fleet", judge: Judge, disks: Disks) -> None:
     slow = disks.add("nvme1n1")
     disks.add("nvme0n1")
@@ -92,6 +93,7 @@ def test_a_slow_disk_fires_and_clears(fleet: "Fleet", judge: Judge, disks: Disks
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("disk_slow", "not_judged")
 def test_verdicts(fleet: "Fleet", judge: Judge, disks: Disks) -> None:
     loaded = disks.add("nvme0n1")
     loaded.iops, loaded.size, loaded.await_s = 300, 1000 * KB, 0.5
@@ -124,6 +126,7 @@ def test_verdicts(fleet: "Fleet", judge: Judge, disks: Disks) -> None:
     }
 
 
+@pytest.mark.drill("disk_slow", "near_miss")
 def test_resets_and_reboots_are_no_fault(fleet: "Fleet", judge: Judge, disks: Disks) -> None:
     disk = disks.add("nvme0n1")
     fleet.run(30)

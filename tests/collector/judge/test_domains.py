@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpufleet_agent.guard import GuardedHost
+from gpufleet_agent.scenario import parse
 from gpufleet_collector import findings, rules
 from gpufleet_collector.domains import Domain, Domains
 from gpufleet_collector.findings import Finding, Policy
@@ -279,6 +281,27 @@ def test_the_same_rack_again_within_30_minutes_is_the_same_incident(desk: Desk) 
     assert [row[0] for row in desk.open()] == [2]
 
 
+def test_a_card_that_fails_in_another_way_after_the_trouble_came_to_rest_is_its_own(desk: Desk) -> None:
+    nodes = [f"gpu-{number:03}" for number in range(8)]
+    desk.host(*nodes, rack="r1")
+    desk.host(*(f"gpu-{number:03}" for number in range(8, 40)), rack="r2")
+    for node in nodes:
+        desk.part(node, f"gpu:{node}-0")
+    rule = "gpu_downclocked"
+    desk.tell(*((rule, node, f"gpu:{node}-0") for node in nodes[:6]), code="power_brake")
+    desk.tell((rule, nodes[6], f"gpu:{nodes[6]}-0"), code="slow", after=120)
+    assert [row[3] for row in desk.open()] == ["domain:rack=r1"], (
+        "while it spreads it may show in several ways"
+    )
+    desk.tell((rule, nodes[0], f"gpu:{nodes[0]}-1"), code="hw_thermal", after=900)
+    assert [row[3] for row in desk.open()] == ["domain:rack=r1", f"gpu:{nodes[0]}-1"]
+    desk.restart()
+    desk.tell((rule, nodes[7], f"gpu:{nodes[7]}-0"), code="power_brake", after=300)
+    assert len(desk.open()) == 2, "one that fails as the others did has followed them"
+    [(count,)] = desk.sql("SELECT count(*) FROM finding WHERE incident = 1")
+    assert count == 8
+
+
 def test_1000_agents_losing_the_collectors_network_give_one(desk: Desk) -> None:
     nodes = switched_fleet(desk)
     desk.tell(*silent(nodes[:50]))
@@ -409,4 +432,55 @@ def test_a_rack_that_falls_silent_as_the_judge_sees_it(
     for node in nodes[6:12]:
         node.up = True
     fleet.run(30, again, every=10)
+    assert [row[4] for row in fleet.incidents()] == ["resolved"]
+
+
+RACKS = """
+[fleet]
+nodes = 24
+gpus = 0
+[[node]]
+node = "gpu-[001-006]"
+labels = { rack = "r1" }
+[[node]]
+node = "gpu-[007-012]"
+labels = { rack = "r2" }
+[[node]]
+node = "*"
+labels = { pool = "train" }
+[[fault]]
+node = "gpu-[007-012]"
+kind = "agent_stopped"
+at = 15
+until = 150
+"""
+
+
+def test_a_simulated_rack_that_loses_its_agents_is_one_incident_with_its_name(
+    fleet: "Fleet", rules_of_nodes: list[rules.Rule]
+) -> None:
+    scenario = parse(RACKS.encode())
+    began = fleet.at
+    hosts = {
+        name: GuardedHost(scenario.host(name, lambda: (fleet.at - began).total_seconds(), 0))
+        for name in scenario.node_names()
+    }
+    for name, host in hosts.items():
+        fleet.add(name, gpus=0)
+        with fleet.store.transaction() as write:
+            write.execute(
+                "UPDATE live.inventory SET attributes = ? WHERE node = ? AND entity = 'node:'",
+                [json.dumps(dict(host.node().attributes)), name],
+            )
+
+    def play(_: "Fleet") -> None:
+        for name, node in fleet.nodes.items():
+            node.up = scenario.running(name, (fleet.at - began).total_seconds())
+
+    fleet.each_tick = play
+    judge = Judge(fleet.store, JudgeSettings(), rules=rules_of_nodes)
+    fleet.run(130, judge, every=10)
+    assert fleet.incidents() == [(1, "agent_silent", "", "domain:rack=r2", "open", "warn")]
+    assert str(fleet.sql("SELECT title FROM incident")[0][0]).startswith("rack r2: 6 of 6 nodes: ")
+    fleet.run(60, judge, every=10)
     assert [row[4] for row in fleet.incidents()] == ["resolved"]

@@ -23,6 +23,7 @@ def hang(fleet: "Fleet", card: "Card", kind: str = "driver_hung", entity: str = 
     fleet.event(fleet.nodes[card.node], kind, "nvmlDeviceGetTemperature", entity or card.entity, pci=card.pci)
 
 
+@pytest.mark.drill("driver_hung", "fires")
 def test_hung_card_is_named_with_its_call(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
     fleet.run(10, judge)
@@ -42,6 +43,7 @@ def test_hung_card_is_named_with_its_call(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("driver_hung", "near_miss")
 def test_one_hung_sweep_is_no_finding_and_passes_are_no_evidence(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
     fleet.run(10, judge)
@@ -120,6 +122,7 @@ def test_hang_above_missing_in_the_chain(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.incidents() == [(1, RULE, "gpu-001", card.entity, "open", "crit")]
 
 
+@pytest.mark.drill("driver_hung", "not_judged")
 def test_host_without_cards_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("cpu-01", gpus=0)
     fleet.run(10, judge)

@@ -33,6 +33,7 @@ def test_upgrade_without_a_reload_warns_while_cards_answer(fleet: "Fleet", judge
     assert "8 cards" in reason
 
 
+@pytest.mark.drill("driver_mismatch", "fires")
 def test_no_card_answers_is_critical_and_one_incident(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", health=True)
     for card in node.cards:
@@ -73,6 +74,7 @@ def test_a_card_lost_beside_a_pending_upgrade_is_its_own_incident(fleet: "Fleet"
     assert [row[1] for row in fleet.incidents()] == [RULE, "gpu_missing"]
 
 
+@pytest.mark.drill("driver_mismatch", "near_miss")
 def test_other_errors_of_the_driver_are_no_mismatch(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", health=True)
     fleet.run(60, judge, every=20)
@@ -96,6 +98,7 @@ def test_versions_that_are_not_there(
     assert fleet.find(RULE)[:2] == said
 
 
+@pytest.mark.drill("driver_mismatch", "not_judged")
 def test_silent_old_and_without_cards(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-001", gpus=1, health=True).up = False
     fleet.add("gpu-002", gpus=1)

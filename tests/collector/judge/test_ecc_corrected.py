@@ -19,6 +19,7 @@ def rules() -> tuple[str, ...]:
     return (RULE,)
 
 
+@pytest.mark.drill("ecc_corrected", "fires")
 def test_errors_by_the_minute_warn_and_clear(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
     fleet.run(60, judge, every=60)
@@ -32,6 +33,7 @@ def test_errors_by_the_minute_warn_and_clear(fleet: "Fleet", judge: Judge) -> No
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("ecc_corrected", "near_miss")
 def test_one_burst_is_one_sample(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
     fleet.run(60, judge, every=60)
@@ -58,6 +60,7 @@ def test_resets_old_counts_and_few_errors_are_none(fleet: "Fleet", judge: Judge)
     ]
 
 
+@pytest.mark.drill("ecc_corrected", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     old = fleet.add("gpu-001", gpus=1).cards[0]
     cards = fleet.add("gpu-002", gpus=3, health=True).cards

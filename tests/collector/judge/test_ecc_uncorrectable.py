@@ -21,6 +21,7 @@ def rules() -> tuple[str, ...]:
 TOTAL = "ecc_uncorrectable_total"
 
 
+@pytest.mark.drill("ecc_uncorrectable", "fires")
 def test_growth_is_critical_and_stays_until_a_reset(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
     fleet.run(60, judge, every=20)
@@ -101,6 +102,7 @@ def test_too_many_on_chip_errors(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.findings() == [("gpu-001", card.entity, "firing", "crit", "sram_threshold")]
 
 
+@pytest.mark.drill("ecc_uncorrectable", "near_miss", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     old = fleet.add("gpu-001", gpus=1).cards[0]
     cards = fleet.add("gpu-002", gpus=4, health=True).cards

@@ -30,6 +30,7 @@ def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
         fleet.run(5, judge)
 
 
+@pytest.mark.drill("gpu_downclocked", "fires")
 def test_slow_under_load_fires_after_three_minutes(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
     fleet.run(10, judge)
@@ -55,6 +56,7 @@ def test_the_reason_names_the_window_of_the_site(fleet: "Fleet", store: Store) -
     assert (verdict, "(cards of its host) over 15 s under load" in reason) == ("warn", True)
 
 
+@pytest.mark.drill("gpu_downclocked", "near_miss")
 def test_a_little_slower_is_not_slow(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
     card.clock = 0.94 * 1950
@@ -70,6 +72,7 @@ def test_much_slower_is_critical(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, card.entity)[:2] == ("crit", "hw_thermal")
 
 
+@pytest.mark.drill("gpu_downclocked", "not_judged")
 def test_A01_idle_is_never_judged(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
     card.util, card.clock, card.reasons = 0.0, 345.0, 1

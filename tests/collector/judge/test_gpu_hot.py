@@ -17,6 +17,7 @@ def rules() -> tuple[str, ...]:
     return (RULE,)
 
 
+@pytest.mark.drill("gpu_hot", "fires")
 def test_minutes_hotter_than_its_siblings_warn_and_clear(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001").cards
     cards[3].temperature = 75.0
@@ -30,6 +31,7 @@ def test_minutes_hotter_than_its_siblings_warn_and_clear(fleet: "Fleet", judge: 
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("gpu_hot", "near_miss", "not_judged")
 def test_near_misses_and_what_cannot_be_compared(fleet: "Fleet", judge: Judge) -> None:
     warm, works_more, idle, quiet, sick, hot = fleet.add("gpu-001", gpus=10).cards[:6]
     warm.temperature = 70.0

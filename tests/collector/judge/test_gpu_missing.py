@@ -24,6 +24,7 @@ def test_all_present_is_ok(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("gpu_missing", "fires")
 def test_lost_at_run_time_fires_within_two_sweeps(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
     fleet.run(10, judge)
@@ -38,6 +39,7 @@ def test_lost_at_run_time_fires_within_two_sweeps(fleet: "Fleet", judge: Judge) 
     assert fleet.incidents() == [(1, "gpu_missing", "gpu-001", card.entity, "open", "crit")]
 
 
+@pytest.mark.drill("gpu_missing", "near_miss")
 def test_one_bad_sweep_is_not_missing(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[3]
     fleet.run(10, judge)
@@ -117,6 +119,7 @@ def test_driver_that_cannot_be_read_is_unknown(fleet: "Fleet", judge: Judge) -> 
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("gpu_missing", "not_judged")
 def test_B05_host_without_cards_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("cpu-01", gpus=0)
     fleet.run(20, judge)

@@ -64,6 +64,7 @@ def mounts(fleet: "Fleet", store: Store) -> Mounts:
     return Mounts(fleet, store)
 
 
+@pytest.mark.drill("mount_hung", "fires")
 def test_T08_only_the_hung_mount_fires_and_clears_with_its_duration(
     fleet: "Fleet", judge: Judge, mounts: Mounts
 ) -> None:
@@ -135,6 +136,14 @@ def test_errors(fleet: "Fleet", judge: Judge, mounts: Mounts) -> None:
     assert fleet.find(RULE, DATA)[1] == "not_found", "asked just now: what was known before holds"
 
 
+@pytest.mark.drill("mount_hung", "near_miss")
+def test_what_was_mounted_read_only_is_well(fleet: "Fleet", judge: Judge, mounts: Mounts) -> None:
+    mounts.data |= {"read_only": True, "was_writable": False}
+    fleet.run(90, judge, every=30)
+    assert fleet.find(RULE, DATA)[:2] == ("ok", "answers")
+    assert fleet.findings() == []
+
+
 def test_read_only_is_a_fault_only_of_what_was_writable(
     fleet: "Fleet", judge: Judge, mounts: Mounts, store: Store
 ) -> None:
@@ -158,6 +167,31 @@ def test_read_only_is_a_fault_only_of_what_was_writable(
     assert fleet.find(RULE, DATA)[1] == "read_only"
 
 
+def test_another_file_system_in_the_same_place_has_its_own_past(
+    fleet: "Fleet", judge: Judge, mounts: Mounts, store: Store
+) -> None:
+    with store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.inventory (node, entity, kind, attributes, valid_from) "
+            "VALUES (?, ?, 'mount', ?, ?)",
+            [
+                "gpu-001",
+                DATA,
+                '{"writable": "1", "source": "filer-01:/scratch"}',
+                fleet.at - timedelta(days=1),
+            ],
+        )
+    mounts.data |= {"read_only": False, "was_writable": True}
+    fleet.run(60, judge, every=30)
+    mounts.data |= {"read_only": True, "was_writable": False, "source": "filer-01:/images"}
+    fleet.run(60, judge, every=30)
+    assert fleet.find(RULE, DATA)[:2] == ("ok", "answers")
+    mounts.data["source"] = "filer-01:/scratch"
+    fleet.run(60, judge, every=30)
+    assert fleet.find(RULE, DATA)[:2] == ("crit", "read_only")
+
+
+@pytest.mark.drill("mount_hung", "not_judged")
 def test_silence_is_unknown_and_clears_nothing(fleet: "Fleet", judge: Judge, mounts: Mounts) -> None:
     mounts.hung_at = fleet.at
     fleet.run(60, judge, every=30)

@@ -24,6 +24,7 @@ def states(fleet: "Fleet") -> dict[str, str]:
     return {str(node): str(state) for node, state in rows}
 
 
+@pytest.mark.drill("agent_silent", "fires")
 def test_silent_after_90_s_on_the_collectors_clock(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
     fleet.add("gpu-002")
@@ -72,6 +73,9 @@ def test_expected_but_never_seen(fleet: "Fleet", judge: Judge) -> None:
     assert states(fleet) == {"gpu-007": "unknown"}
 
 
+@pytest.mark.drill("agent_silent", "not_judged")
+@pytest.mark.drill("clock_skew", "not_judged")
+@pytest.mark.drill("identity_conflict", "not_judged")
 def test_node_that_nobody_expects_is_not_judged(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("guest", expect=None).up = False
     fleet.run(300)
@@ -80,6 +84,7 @@ def test_node_that_nobody_expects_is_not_judged(fleet: "Fleet", judge: Judge) ->
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("agent_silent", "near_miss")
 def test_backfill_that_arrives_is_a_sign_of_life(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001")
     fleet.run(10)
@@ -190,6 +195,7 @@ def test_nothing_clears_because_the_collector_was_away(fleet: "Fleet", judge: Ju
     assert fleet.findings("clock_skew") == []
 
 
+@pytest.mark.drill("clock_skew", "fires")
 def test_T02_agent_clocks(store: Store, fleet: "Fleet", judge: Judge) -> None:
     """Behind, ahead and dead, in 1970: the ledger's offset says skew, received_at says alive."""
     behind, ahead, epoch = (fleet.add(name, gpus=1) for name in ("behind", "ahead_dead", "epoch"))
@@ -219,6 +225,7 @@ def test_within_two_seconds_is_in_step(fleet: "Fleet", judge: Judge, offset: flo
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("clock_skew", "near_miss")
 def test_one_odd_batch_is_no_skew(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=1)
     fleet.run(25, judge)
@@ -229,6 +236,7 @@ def test_one_odd_batch_is_no_skew(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.incidents() == []
 
 
+@pytest.mark.drill("identity_conflict", "fires")
 def test_T04_two_machines_one_name(fleet: "Fleet", judge: Judge) -> None:
     fleet.add("gpu-a01", gpus=1)
     second = fleet.add("gpu-a01~bbbb", gpus=1)
@@ -264,6 +272,7 @@ def test_two_boots_with_one_machine_id(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find("identity_conflict", node="gpu-b01")[:2] == ("warn", "same_machine_id")
 
 
+@pytest.mark.drill("identity_conflict", "near_miss")
 def test_T04_a_rename_keeps_finding_and_incident(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-a01", gpus=1)
     node.offset_s = 60.0

@@ -119,6 +119,7 @@ def test_F01_a_declared_number_counts_before_what_was_shown(store: Store, fleet:
 
 
 @pytest.mark.parametrize("counts", [[0, 9, 18, 18], [0, 0, 0, 0, 18]])
+@pytest.mark.drill("nvlink_down", "near_miss")
 def test_F03_links_train_after_a_boot(fleet: "Fleet", judge: Judge, counts: list[int]) -> None:
     card = one(fleet)
     fleet.nodes["gpu-001"].booted_at = fleet.at - timedelta(seconds=10)
@@ -166,6 +167,7 @@ def test_F03_links_train_after_the_driver_was_started_anew(fleet: "Fleet", judge
     assert fired(fleet) == ["some_down"]
 
 
+@pytest.mark.drill("nvlink_down", "not_judged")
 def test_a_split_card_has_no_links(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=1, health=True)
     describe(fleet, node)
@@ -192,6 +194,7 @@ def test_no_probe_no_samples_no_answer(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, late.entity)[:2] == ("unknown", "no_samples")
 
 
+@pytest.mark.drill("nvlink_down", "fires")
 def test_the_links_that_are_down_are_named(fleet: "Fleet", judge: Judge) -> None:
     card = one(fleet)
     polls(fleet, judge, card, [16, 16, 16])

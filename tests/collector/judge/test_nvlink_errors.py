@@ -65,6 +65,7 @@ def test_counts_that_repeat_warn(fleet: "Fleet", judge: Judge, name: str) -> Non
     assert found(fleet) == [("warn", "errors")]
 
 
+@pytest.mark.drill("nvlink_errors", "fires")
 def test_which_and_how_many_and_on_which_link_and_how_it_clears(fleet: "Fleet", judge: Judge) -> None:
     card = one(fleet)
     for total in (0, 5, 10):
@@ -128,6 +129,7 @@ def test_a_link_that_does_not_come_back_fires_at_once(fleet: "Fleet", judge: Jud
     assert found(fleet) == [("crit", "recovery_failed")]
 
 
+@pytest.mark.drill("nvlink_errors", "near_miss")
 def test_blackwell_is_judged_by_rate_and_not_by_what_it_corrects(fleet: "Fleet", judge: Judge) -> None:
     card = one(fleet)
     counts: Counts = {"recoveries_total": 0, "effective_errors_total": 0, "effective_ber": 1.5e-12}
@@ -141,6 +143,7 @@ def test_blackwell_is_judged_by_rate_and_not_by_what_it_corrects(fleet: "Fleet",
     assert fleet.find(RULE, card.entity)[:2] == ("warn", "bit_errors")
 
 
+@pytest.mark.drill("nvlink_errors", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     plain = fleet.add("gpu-002", gpus=1).cards[0]
     card = one(fleet)

@@ -63,6 +63,7 @@ def test_what_grows(fleet: "Fleet", judge: Judge) -> None:
         assert fleet.find(RULE, card.entity)[:2] == verdict, name
 
 
+@pytest.mark.drill("pcie_errors", "fires")
 def test_a_rate_fires_names_the_port_and_clears(fleet: "Fleet") -> None:
     quick = JudgeSettings(rule={RULE: RuleOverride(clear_after="1m")})
     judge = fleet.judge = Judge(
@@ -101,6 +102,7 @@ def test_one_fatal_error_fires_at_once(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.findings() == [("gpu-001", "pci:0000:90:00.0", "firing", "crit", "fatal")]
 
 
+@pytest.mark.drill("pcie_errors", "near_miss")
 def test_resets_reboots_and_bad_samples_are_no_burst(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=5, health=True)
     reset, spike, reloaded, rebooted, dip = node.cards
@@ -137,6 +139,7 @@ def test_replays_are_measured_by_the_speed_and_width_of_the_link(fleet: "Fleet",
     assert fleet.find(RULE, slow.entity)[:2] == ("warn", "replays")
 
 
+@pytest.mark.drill("pcie_errors", "not_judged")
 def test_not_supported_unreadable_and_silent(fleet: "Fleet", judge: Judge) -> None:
     old, broken, half, own = fleet.add("gpu-001", gpus=4).cards
     other = fleet.add("gpu-002", gpus=1, health=True)

@@ -30,6 +30,7 @@ def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
         fleet.run(5, judge)
 
 
+@pytest.mark.drill("pcie_speed", "fires")
 def test_a_slow_link_under_load_fires_and_clears(fleet: "Fleet", judge: Judge) -> None:
     slow, slower, well = fleet.add("gpu-001", gpus=3).cards
     slow.link, slower.link, well.link = link(4), link(1), link(5)
@@ -78,6 +79,7 @@ def test_what_is_judged(fleet: "Fleet", judge: Judge) -> None:
         assert fleet.find(RULE, card.entity)[:2] == case[3], case
 
 
+@pytest.mark.drill("pcie_speed", "near_miss")
 def test_one_slow_sample_and_short_work(fleet: "Fleet", judge: Judge) -> None:
     once, short = fleet.add("gpu-001", gpus=2).cards
 
@@ -107,6 +109,7 @@ def test_A01_an_idle_card_at_generation_1_is_not_judged_and_its_working_twin_is_
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("pcie_speed", "not_judged")
 def test_split_unified_hung_and_silent_cards(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=4)
     split, unified, hung, well = node.cards

@@ -35,6 +35,7 @@ def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
         fleet.run(60, judge, every=30)
 
 
+@pytest.mark.drill("pcie_width", "fires")
 def test_a_link_that_lost_lanes_fires_and_clears(fleet: "Fleet", judge: Judge) -> None:
     half, quarter, well = fleet.add("gpu-001", gpus=3).cards
     for card in (half, quarter, well):
@@ -97,6 +98,7 @@ CASES: "tuple[tuple[tuple[int, int], dict[str, Cell], str], ...]" = (
 )
 
 
+@pytest.mark.drill("pcie_width", "not_judged")
 def test_by_design_and_unknown(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=len(CASES)).cards
     for card, (shown, said, _) in zip(cards, CASES, strict=True):
@@ -108,6 +110,7 @@ def test_by_design_and_unknown(fleet: "Fleet", judge: Judge) -> None:
         assert fleet.find(RULE, card.entity)[:2] == (verdicts.get(code, "unknown"), code), said
 
 
+@pytest.mark.drill("pcie_width", "near_miss")
 def test_one_bad_sample_and_a_flapping_link_between_samples(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     best(fleet, card.pci)

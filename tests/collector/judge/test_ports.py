@@ -197,12 +197,14 @@ def test_F04_what_a_port_in_use_may_say(fleet: "Fleet", judge: Judge) -> None:
         assert says in found[3]
 
 
+@pytest.mark.drill("port_down", "near_miss")
 def test_a_card_without_rdma_is_a_warning(fleet: "Fleet", judge: Judge) -> None:
     port = Port("ens3", None, "0000:00:03.0", cells=PLAIN | down(None))
     run([Host(fleet, "cpu-001", [port])], 10)
     assert fleet.find(DOWN, port.entity)[:2] == ("warn", "down")
 
 
+@pytest.mark.drill("port_down", "fires")
 def test_down_fires_after_three_samples_and_clears(store: Store, fleet: "Fleet") -> None:
     judge = one(store, fleet, DOWN)
     port = Port("mlx5_3", "g3", "0000:5e:00.0")
@@ -279,6 +281,9 @@ def test_a_port_that_is_gone_and_one_that_was_renamed(fleet: "Fleet", judge: Jud
     ]
 
 
+@pytest.mark.drill("port_down", "not_judged")
+@pytest.mark.drill("port_flapping", "not_judged")
+@pytest.mark.drill("port_rate", "not_judged")
 def test_nothing_was_read(fleet: "Fleet", judge: Judge) -> None:
     silent, failing, late, never = (
         Host(fleet, f"gpu-{n}", [Port("mlx5_0", "g", "0000:18:00.0")]) for n in range(4)
@@ -349,6 +354,7 @@ RATES: "list[tuple[dict[str, Cell], str, str, str]]" = [
 ]
 
 
+@pytest.mark.drill("port_rate", "near_miss")
 def test_rate(fleet: "Fleet", judge: Judge) -> None:
     host = hosts_of(fleet, [case[0] for case in RATES])
     run([host], 10)
@@ -358,6 +364,7 @@ def test_rate(fleet: "Fleet", judge: Judge) -> None:
         assert says in found[3]
 
 
+@pytest.mark.drill("port_rate", "fires")
 def test_a_declared_rate_and_a_slow_card(store: Store, fleet: "Fleet") -> None:
     judge = one(store, fleet, RATE, JudgeSettings(limit={RATE: {"rate_gbps": Limit(value=400)}}))
     fresh = Port("mlx5_0", "g0", "0000:18:00.0", shown=200, cells={"rate_gbps": 200.0, "signalling": "HDR"})
@@ -371,6 +378,7 @@ def test_a_declared_rate_and_a_slow_card(store: Store, fleet: "Fleet") -> None:
     ]
 
 
+@pytest.mark.drill("port_flapping", "fires")
 def test_flapping(store: Store, fleet: "Fleet") -> None:
     judge = one(store, fleet, FLAPPING)
     wild, tired, once, eth = (Port(f"mlx5_{n}", f"g{n}", f"0000:1{n}:00.0") for n in range(4))
@@ -395,6 +403,8 @@ def test_flapping(store: Store, fleet: "Fleet") -> None:
     assert states[wild.entity][0] == "recovering"
 
 
+@pytest.mark.drill("port_errors", "near_miss", "not_judged")
+@pytest.mark.drill("port_flapping", "near_miss")
 def test_resets_and_reboots_are_no_flaps_and_no_errors(fleet: "Fleet", judge: Judge) -> None:
     high: dict[str, Cell] = {"link_downed_total": 7, "symbol_errors_total": 90_000}
     reset, bad_sample, booted, blind = (
@@ -454,6 +464,7 @@ def test_errors(fleet: "Fleet", judge: Judge) -> None:
         assert fleet.find(ERRORS, port.entity)[:2] == ("ok" if code == "clean" else "warn", code)
 
 
+@pytest.mark.drill("port_errors", "fires")
 def test_errors_fire_warn_and_clear(store: Store, fleet: "Fleet") -> None:
     judge = one(store, fleet, ERRORS)
     port, silent = Port("mlx5_0", "g0", "0000:18:00.0"), Port("irdma0", "g1", "0000:19:00.0")

@@ -20,6 +20,7 @@ def rules() -> tuple[str, ...]:
     return (RULE,)
 
 
+@pytest.mark.drill("power_limit", "fires")
 def test_a_card_below_its_peers_fires_and_clears(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=16, health=True).cards
     cards[2].said["power_limit_w"] = cards[2].health["power_limit_requested_w"] = 500.0
@@ -39,6 +40,7 @@ def test_a_card_below_its_peers_fires_and_clears(fleet: "Fleet", judge: Judge) -
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("power_limit", "near_miss")
 def test_what_people_set_for_all_is_normal(fleet: "Fleet", judge: Judge) -> None:
     for card in fleet.add("gpu-001", health=True).cards:
         card.said["power_limit_w"] = card.health["power_limit_requested_w"] = 500.0
@@ -63,6 +65,7 @@ def test_without_a_custom_it_is_nobodys_fault(fleet: "Fleet", judge: Judge) -> N
     ]
 
 
+@pytest.mark.drill("power_limit", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=4).cards
     cards[0].said["power_limit_w"] = cards[1].said["power_limit_w"] = None

@@ -50,6 +50,7 @@ def add(fleet: "Fleet", *names: str) -> None:
         fleet.add(name, gpus=0).up = False
 
 
+@pytest.mark.drill("process_unkillable", "fires")
 def test_stuck_warns_killed_in_vain_is_critical_and_a_reboot_ends_it(
     fleet: "Fleet", judge: Judge, say: Say
 ) -> None:
@@ -69,6 +70,7 @@ def test_stuck_warns_killed_in_vain_is_critical_and_a_reboot_ends_it(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("process_unkillable", "near_miss", "not_judged")
 def test_near_misses_and_what_cannot_be_seen(fleet: "Fleet", judge: Judge, say: Say) -> None:
     said = {
         "nobody": NOBODY,

@@ -31,6 +31,7 @@ def rules() -> tuple[str, ...]:
         ("something_new", "warn", "other"),
     ],
 )
+@pytest.mark.drill("recovery_action", "fires")
 def test_what_the_driver_wants(fleet: "Fleet", judge: Judge, action: str, verdict: str, code: str) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
     fleet.run(60, judge, every=20)
@@ -55,6 +56,7 @@ def test_a_stale_wish_is_unknown_and_keeps_firing(fleet: "Fleet", judge: Judge) 
     assert fleet.find(RULE, node.cards[0].entity)[:2] == ("unknown", "no_samples")
 
 
+@pytest.mark.drill("recovery_action", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     old = fleet.add("gpu-001", gpus=1).cards[0]
     cards = fleet.add("gpu-002", gpus=3, health=True).cards
@@ -69,4 +71,16 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
         ("unknown", "unreadable"),
         ("unknown", "hung"),
     ]
+    assert fleet.findings() == []
+
+
+@pytest.mark.drill("recovery_action", "near_miss")
+def test_a_wish_that_was_withdrawn_before_anybody_looked_is_none(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health["recovery_action"] = "gpu_reset"
+    fleet.run(60)
+    card.health["recovery_action"] = "none"
+    fleet.run(60)
+    fleet.run(60, judge, every=30)
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
     assert fleet.findings() == []

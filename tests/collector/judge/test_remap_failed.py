@@ -43,6 +43,7 @@ def test_what_the_card_says(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("remap_failed", "fires")
 def test_pending_asks_for_a_reset_and_failure_for_another_card(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
     card.health["remap_pending"] = True
@@ -55,6 +56,7 @@ def test_pending_asks_for_a_reset_and_failure_for_another_card(fleet: "Fleet", j
     assert [row[5] for row in fleet.incidents()] == ["crit"]
 
 
+@pytest.mark.drill("remap_failed", "near_miss")
 def test_repaired_rows_are_no_failure(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
     card.health |= {"remapped_rows_uncorrectable_total": 3, "remap_banks_low": 1}
@@ -62,6 +64,7 @@ def test_repaired_rows_are_no_failure(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, card.entity)[:2] == ("ok", "none")
 
 
+@pytest.mark.drill("remap_failed", "not_judged")
 def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     old = fleet.add("gpu-001", gpus=1).cards[0]
     cards = fleet.add("gpu-002", gpus=4, health=True).cards

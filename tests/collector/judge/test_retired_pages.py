@@ -22,6 +22,7 @@ def rules() -> tuple[str, ...]:
     ("corrected", "uncorrectable", "verdict", "code"),
     [(60, 3, "crit", "full"), (0, 16, "warn", "uncorrectable"), (38, 2, "warn", "many")],
 )
+@pytest.mark.drill("retired_pages", "fires")
 def test_what_fires_and_clears_with_another_card(
     fleet: "Fleet", judge: Judge, corrected: int, uncorrectable: int, verdict: str, code: str
 ) -> None:
@@ -34,6 +35,7 @@ def test_what_fires_and_clears_with_another_card(
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("retired_pages", "near_miss", "not_judged")
 def test_near_misses_newer_cards_and_what_is_not_known(fleet: "Fleet", judge: Judge) -> None:
     old = fleet.add("gpu-001", gpus=1).cards[0]
     near, newer, unread, sick = fleet.add("gpu-002", gpus=4, health=True).cards

@@ -42,6 +42,7 @@ def passes(fleet: "Fleet", judge: Judge, count: int) -> None:
         judge.run_pass(fleet.at)
 
 
+@pytest.mark.drill("rule_failed", "fires")
 def test_what_fails_fires_stops_no_other_and_clears(fleet: "Fleet", store: Store) -> None:
     fleet.add("gpu-001", gpus=1)
     with store.transaction() as write:
@@ -69,6 +70,7 @@ def test_what_fails_fires_stops_no_other_and_clears(fleet: "Fleet", store: Store
     assert fleet.findings(RULE) == []
 
 
+@pytest.mark.drill("rule_failed", "near_miss")
 def test_one_failure_is_no_finding(fleet: "Fleet", store: Store) -> None:
     with store.transaction() as write:
         write.execute("CREATE TABLE live.mood (bad BOOLEAN)")
@@ -83,6 +85,7 @@ def test_one_failure_is_no_finding(fleet: "Fleet", store: Store) -> None:
     assert fleet.sql("SELECT count(*) FROM finding WHERE fired_at IS NOT NULL AND rule = ?", RULE) == [(0,)]
 
 
+@pytest.mark.drill("rule_failed", "not_judged")
 def test_slow_waiting_broken_switched_off_and_not_run(fleet: "Fleet") -> None:
     fleet.add("gpu-001", gpus=1)
     rules = {
@@ -118,6 +121,8 @@ def test_slow_waiting_broken_switched_off_and_not_run(fleet: "Fleet") -> None:
         "off": ("n/a", "disabled"),
     }
     assert verdicts(600)["good"] == ("unknown", "not_run")
+    report = judge.run_pass(fleet.at + timedelta(seconds=600))
+    assert [run.counts.get("unknown", 0) > 0 for run in report.runs if run.rule == RULE] == [True]
     bare.close()
 
 

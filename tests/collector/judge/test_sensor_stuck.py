@@ -31,6 +31,7 @@ def swing(fleet: "Fleet") -> None:
                 card.util = (95.0 if busy else 2.0) + jitter / 2
 
 
+@pytest.mark.drill("sensor_stuck", "fires")
 def test_each_sensor_and_a_card_that_is_well(fleet: "Fleet", judge: Judge) -> None:
     cards = fleet.add("gpu-001", gpus=4).cards
     cards[1].temperature = 55.0
@@ -53,6 +54,7 @@ def test_each_sensor_and_a_card_that_is_well(fleet: "Fleet", judge: Judge) -> No
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("sensor_stuck", "not_judged")
 def test_idle_and_steady_cards_may_stand_still(fleet: "Fleet", judge: Judge) -> None:
     idle, steady, sick, blind = fleet.add("gpu-001", gpus=4).cards
     idle.util, idle.temperature, idle.said = 0.0, 30.0, {"power_w": 71.0}
@@ -70,6 +72,7 @@ def test_idle_and_steady_cards_may_stand_still(fleet: "Fleet", judge: Judge) -> 
     assert fleet.find(RULE, idle.entity)[:2] == ("unknown", "no_samples")
 
 
+@pytest.mark.drill("sensor_stuck", "near_miss")
 def test_a_full_card_whose_power_swings_is_no_stuck_counter(fleet: "Fleet", judge: Judge) -> None:
     [card] = fleet.add("gpu-001", gpus=1).cards
 

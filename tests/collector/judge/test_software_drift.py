@@ -46,6 +46,7 @@ def crowd(fleet: "Fleet", count: int = 10, **said: str) -> list[str]:
     return names
 
 
+@pytest.mark.drill("software_drift", "fires")
 def test_an_old_driver_fires_and_clears_when_it_is_updated(fleet: "Fleet", judge: Judge) -> None:
     names = crowd(fleet)
     tell(fleet, names[3], at=fleet.at - timedelta(days=4), driver_version="570.12", kernel="6.8.0-60")
@@ -71,6 +72,7 @@ def test_firmware_of_one_card(fleet: "Fleet", judge: Judge) -> None:
     assert "vbios 96.00.61.00.01" in fleet.find(RULE, node=names[2])[3]
 
 
+@pytest.mark.drill("software_drift", "near_miss")
 def test_an_update_under_way_is_no_drift_and_one_that_rests_is(fleet: "Fleet", judge: Judge) -> None:
     names = crowd(fleet)
     for name in names[:4]:
@@ -88,6 +90,7 @@ def test_an_update_under_way_is_no_drift_and_one_that_rests_is(fleet: "Fleet", j
     assert fleet.find(RULE, node=names[0])[0] == "ok"
 
 
+@pytest.mark.drill("software_drift", "not_judged")
 def test_pools_few_peers_no_cards_and_silence(fleet: "Fleet", judge: Judge) -> None:
     names = crowd(fleet, 4)
     tell(fleet, names[0], at=fleet.at - timedelta(days=4), driver_version="1")
@@ -99,7 +102,7 @@ def test_pools_few_peers_no_cards_and_silence(fleet: "Fleet", judge: Judge) -> N
         name = f"b-{n:03}"
         fleet.add(name, gpus=1)
         pool, driver = ("a", "580") if n < 6 else ("b", "570")
-        tell(fleet, name, at=fleet.at - timedelta(days=2), driver_version=driver, pool=pool)
+        tell(fleet, name, at=fleet.at - timedelta(days=2), driver_version=driver, **{"label.pool": pool})
     mute = fleet.add("mute", gpus=1)
     fleet.run(10)
     assert {fleet.find(RULE, node=f"b-{n:03}")[:2] for n in range(12)} == {("ok", "as_peers")}

@@ -24,6 +24,7 @@ def minutes(fleet: "Fleet", judge: Judge, count: int) -> None:
         fleet.run(5, judge)
 
 
+@pytest.mark.drill("temperature_margin", "fires")
 def test_minutes_close_to_the_limit_warn(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=2, health=True).cards[1]
     card.margin = 1.0  # slowed down at -2
@@ -37,6 +38,7 @@ def test_minutes_close_to_the_limit_warn(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.findings() == []
 
 
+@pytest.mark.drill("temperature_margin", "near_miss")
 def test_near_misses(fleet: "Fleet", judge: Judge) -> None:
     cool, peak, idle = fleet.add("gpu-001", gpus=3, health=True).cards
     cool.margin, idle.margin, idle.util = 1.1, 1.0, 0.0
@@ -68,6 +70,7 @@ def test_a_margin_whose_limit_is_not_told_is_measured_from_nought(fleet: "Fleet"
     assert [row[1] for row in fleet.findings()] == [hot.entity]
 
 
+@pytest.mark.drill("temperature_margin", "not_judged")
 def test_unknown_and_not_supported(fleet: "Fleet", judge: Judge) -> None:
     plain = fleet.add("gpu-001", gpus=1).cards[0]
     node = fleet.add("gpu-002", gpus=3, health=True)

@@ -26,7 +26,13 @@ def xid(fleet: "Fleet", card: "Card", code: str, severity: str, at: datetime | N
 
 
 @pytest.mark.parametrize(
-    ("severity", "found"), [("info", []), ("warning", ["warn"]), ("critical", ["crit"]), ("fault", ["crit"])]
+    ("severity", "found"),
+    [
+        pytest.param("info", [], marks=pytest.mark.drill("xid", "near_miss")),
+        ("warning", ["warn"]),
+        ("critical", ["crit"]),
+        ("fault", ["crit"]),
+    ],
 )
 def test_words_of_the_catalogue(fleet: "Fleet", judge: Judge, severity: str, found: list[str]) -> None:
     card = fleet.add("gpu-001", gpus=2).cards[1]
@@ -56,6 +62,7 @@ def test_a_storm_is_one_finding_and_is_counted(fleet: "Fleet", judge: Judge) -> 
     assert len(fleet.incidents()) == 1
 
 
+@pytest.mark.drill("xid", "fires")
 def test_a_warning_is_news_for_an_hour(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     fleet.run(10, judge)
@@ -181,6 +188,7 @@ def test_the_card_is_the_one_the_driver_names(fleet: "Fleet", judge: Judge) -> N
     assert [row[1] for row in fleet.findings()] == [card.entity, "pci:0000:99:00.0"]
 
 
+@pytest.mark.drill("xid", "not_judged")
 def test_silent_agent_is_unknown_and_ends_nothing(fleet: "Fleet", judge: Judge) -> None:
     node = fleet.add("gpu-001", gpus=2)
     card, other = node.cards

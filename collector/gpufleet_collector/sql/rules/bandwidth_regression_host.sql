@@ -33,4 +33,8 @@ select f.node as node, 'node:' as entity, if(f.down, 'warn', 'ok') as verdict,
        json_object('bench', f.bench, 'key', f.key, 'model', f.model, 'cards', f.n, 'cards_down', f.n_down,
                    'net_ratio', exp(f.net), 'peers_ratio', exp(f.c), 'driver', f.driver,
                    'baseline_driver', f.base_driver) as detail
-from worst;
+from worst
+union all
+select node, 'node:', 'n/a', 'no_round', null, null, 'ratio', null,
+       'no round of benchmarks on two cards of one model with baselines', null
+from node_list(as_of) where hello_at is not null and node not in (select w.f.node from worst w);

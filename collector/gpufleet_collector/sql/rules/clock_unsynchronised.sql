@@ -60,7 +60,7 @@ select node, 'node:' as entity,
             when 'offset' then format('{:.3f} s of the clock''s error are still to be corrected', v.offset)
             when 'uncertain' then format('the last correction is long ago: the clock may be off by {:.1f} s', v.most)
             when 'by_design' then 'limit kept says that nothing has to keep its clock'
-            when 'not_supported' then 'this kernel does not say how its clock is kept'
+            when 'not_supported' then 'this kernel, or an agent of this version, does not say how its clock is kept'
             when 'unreadable' then 'the agent may not ask how the clock is kept'
             else 'no samples' end as reason,
        json_object('synchronised', v.right, 'offset_s', v.offset, 'error_max_s', v.most) as detail

@@ -106,6 +106,7 @@ apart as (
 ),
 placed as (
     select *, count(*) filter (alone) over job as alone_ranks,
+           count(*) over (partition by job_node, job_id, until_at, node) as ranks_here,
            count(*) filter (alone and first_on_node) over job as alone_nodes
     from (select *, alone and row_number() over (partition by job_node, job_id, until_at, node, alone order by pid) = 1
                  as first_on_node from apart)
@@ -120,8 +121,9 @@ hooked as (
            any_value(nodes) as nodes, any_value(job_n) as job_n, any_value(job_unread) as unread,
            count(*) as waiting_ranks, count(distinct node) as waiting_nodes, min(node) as first_node,
            list(distinct rank order by rank)[:8] as rank_numbers,
-           -- with one node there is no other to compare it with
-           if(any_value(alone_ranks) > 0 and any_value(alone_nodes) = 1 and any_value(nodes) > 1, 'node', 'job') as scope,
+           -- with one node there is no other to compare it with; a rank beside others that do not wait may have a slow shard
+           if(any_value(alone_nodes) = 1 and any_value(nodes) > 1 and any_value(alone_ranks) >= least(any_value(ranks_here), 2),
+              'node', 'job') as scope,
            bool_and(workers = 0) as no_workers
     from waiting group by job_node, job_id, until_at
 ),
@@ -291,8 +293,8 @@ left join (select job_node, job_id, until_at, any_value(job_kind) as job_kind, a
            from process group by job_node, job_id, until_at) p using (job_node, job_id, until_at);
 
 -- The newest whole minute of each job. What all ranks feel is the job's or the storage's and says nothing against a
--- host. When the ranks of one node wait and the others do not, and storage or CPU of that node are why, that node is
--- the suspect: then the finding is its, and the job has none.
+-- host. When two ranks of one node (or its only one) wait and those of others do not, and storage or CPU of that node are
+-- why, that node is the suspect: then the finding is its, and the job has none.
 create or replace macro find_data_starved(as_of) as table
 with wait as (
     select *,
@@ -301,9 +303,9 @@ with wait as (
     from data_waits(last_minute(as_of) - interval 1 minute, last_minute(as_of))
 ),
 told as (
-    select *, if(share >= crit_share, 'crit', 'warn') as level,
+    select *, if(share >= crit_share, 'crit', 'warn') as level, waiting_nodes = 1 and nodes > 1 as apart,
            format('{} of {} rank{}{}, {} of {} node{}', waiting_ranks, ranks, if(ranks = 1, '', 's'),
-                  if(waiting_ranks < ranks and scope = 'job', format(' ({})', array_to_string(rank_numbers, ',')), ''),
+                  if(waiting_ranks < ranks and not apart, format(' ({})', array_to_string(rank_numbers, ',')), ''),
                   waiting_nodes, nodes, if(nodes = 1, '', 's')) as spread,
            case cause when 'nfs_hung' then format('NFS does not answer ({})', hung_name)
                 when 'storage' then 'storage is slow (' || concat_ws(', ',
@@ -336,7 +338,7 @@ of_jobs as (
            share as observed, warn_share as expected, '1' as unit, until_at as evidence_at,
            case when of_node and bad then format('the ranks of {} wait for data, the others do not: see that node', first_node)
                 when bad then format('{} waits for data {:.0f} % of the time on {}: {}{}', loader, 100 * share, spread, because,
-                                     if(scope = 'node', format('; {} alone, rank {}', first_node, array_to_string(rank_numbers, ',')),
+                                     if(apart, format('; {} alone, rank {}', first_node, array_to_string(rank_numbers, ',')),
                                         '; the job or its storage, not the nodes'))
                 when code = 'suspect' then format('looks as if it waits for data, without a loader hook to say so: cards {:.0f} % busy; {}', util, because)
                 when code = 'no_hook' then 'no loader hook says how long it waits for data'

@@ -20,10 +20,12 @@ with newest as (
     select node, max(ts) as ts from edac where ts > as_of - interval 15 minute and ts <= as_of group by node
 ),
 dimm as (
-    select e.node, 'dimm:' || e.dimm as entity, e.ts, e.boot_id, e.label, e.corrected_day as ce, e.uncorrectable_day as ue,
+    -- a row may have been sent twice
+    select distinct on (e.node, e.dimm) e.node, 'dimm:' || e.dimm as entity, e.ts, e.boot_id, e.label, e.corrected_day as ce, e.uncorrectable_day as ue,
            e.corrected_total as ce_total, e.uncorrectable_total as ue_total
     from edac e join newest n on n.node = e.node and n.ts = e.ts
     where e.ts > as_of - interval 15 minute and e.ts <= as_of and e.dimm is not null
+    order by e.node, e.dimm, e.uncorrectable_day desc nulls last, e.corrected_day desc nulls last
 ),
 told as (
     select node, entity, state, code, last_evidence_at as ts, observed as errors,

@@ -26,7 +26,7 @@ with sweep as (
 told as (
     select m.node, m.mount, any_value(s.boot_id) as boot_id, bool_or(m.ts = s.ts) as here, max(m.ts) as seen_at,
            max_by(m.fstype, m.ts) as fstype, max_by(m.source, m.ts) as source, max_by(m.nfs_address, m.ts) as address,
-           max_by(m.read_only, m.ts) as read_only, bool_or(m.was_writable) as was_writable,
+           max_by(m.read_only, m.ts) as read_only, max_by(m.was_writable, m.ts) as was_writable,
            max_by({'ts': m.ts, 'state': m.canary_state, 'code': m.canary_code, 'hung_s': m.hung_s}, m.ts)
                filter (m.canary_state is not null and m.canary_state <> 'pending') as c,
            max(m.ts) filter (m.canary_state = 'ok') as answered_at
@@ -49,18 +49,28 @@ server as (
     where e.kind = 'nfs' and e.ts > as_of - interval 90 day and e.ts <= as_of
     group by all
 ),
+-- What was mounted in the same place before says nothing of what is there now. Without a source: told by an older agent.
+was as (
+    select i.node, i.entity, json_extract_string(i.attributes, '$.source') as source,
+           max(try_cast(json_extract_string(i.attributes, '$.writable') as double)) as value
+    from inventory i
+    left join (select node, max(set_at) as set_at from expected_at(as_of) group by node) e on e.node = i.node
+    where i.kind = 'mount' and i.valid_from <= as_of and coalesce(i.valid_to, as_of) >= coalesce(e.set_at, i.valid_from)
+    group by all
+),
 joined as (
     select t.*, l.crit_s, v.ts as log_at, v.code as log_code, v.duration_s,
            -- a request that was given up is not followed by word that the server answers again
            (v.code = 'not_responding' or v.code = 'timed_out' and v.ts > as_of - interval 5 minute)
                and coalesce(t.answered_at < v.ts, true) as log_open,
-           coalesce(t.was_writable, false) or coalesce(w.value, 0) > 0 as writable,
+           coalesce(t.was_writable, false) or coalesce(w.value, u.value, 0) > 0 as writable,
            coalesce(t.seen_at >= as_of - to_seconds(fresh_s(p.interval_s)), false) as fresh
     from thing t
     join limits_mount_hung l on l.node = t.node and l.model = ''
     left join server v on v.node = t.node and v.boot_id = t.boot_id and t.fstype in ('nfs', 'nfs4')
           and v.server in (trim(regexp_extract(t.source, '^(.+?):/', 1), '[]'), t.address)
-    left join best_shown(as_of, 'mount', 'writable') w on w.node = t.node and w.entity = t.entity
+    left join was w on w.node = t.node and w.entity = t.entity and w.source = t.source
+    left join was u on u.node = t.node and u.entity = t.entity and u.source is null
     left join (select node, max(interval_s) as interval_s from probe where probe = 'mount' group by node) p on p.node = t.node
     qualify row_number() over (partition by t.node, t.entity order by v.ts desc nulls last) = 1
 ),

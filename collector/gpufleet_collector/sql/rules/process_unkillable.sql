@@ -56,7 +56,7 @@ select node, 'node:' as entity,
             when 'unkillable' then format('{} of {} stuck processes were killed in vain, for {:.0f} min: only a reboot ends them; '
                                           || 'longest stuck: {}', v.killed, v.stuck, v.killed_s / 60, v.comm)
             when 'stuck' then format('{} has been stuck in the kernel for {:.0f} min; {} in all', v.comm, v.stuck_s / 60, v.stuck)
-            when 'not_supported' then 'the agent runs in a container and sees only its own processes'
+            when 'not_supported' then 'the agent sees only its own processes (a container), or is of a version that does not look'
             when 'hidden' then 'the host hides processes from the agent (hidepid)'
             when 'unreadable' then 'the processes cannot be read'
             else 'no samples' end as reason,

@@ -14,7 +14,7 @@ moving_s      = { value = 86400, source = "own choice: an update that rests for 
 */
 
 -- Driver and kernel of a node, VBIOS, InfoROM and GSP firmware of its cards, against the nodes with the same model of card in
--- the same pool (attribute `pool` of the node, where there is one). What most of them have is how it should be. While many of
+-- the same pool (label `pool` of the host, where there is one). What most of them have is how it should be. While many of
 -- them change, nothing is said about that item. The newest inventory speaks; a node that is not heard is unknown.
 create or replace macro find_software_drift(as_of) as table
 with item as (
@@ -30,7 +30,7 @@ now as (select * from item where (valid_to is null or valid_to > as_of) and valu
 member as (
     select c.node, c.model, any_value(p.pool) as pool
     from (select node, mode(model) as model from card_list(as_of) where installed and model is not null group by node) c
-    left join (select node, max_by(json_extract_string(attributes, '$.pool'), valid_from) as pool from inventory
+    left join (select node, max_by(json_extract_string(attributes, '$."label.pool"'), valid_from) as pool from inventory
                where kind = 'node' and valid_from <= as_of and (valid_to is null or valid_to > as_of) group by node) p
            on p.node = c.node
     group by c.node, c.model
