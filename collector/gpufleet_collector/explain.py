@@ -57,10 +57,16 @@ def explain(
     where = documents.places(read, now, _nodes(read, now, scope))
     items = [_rule(read, now, known[rule], headers.get(rule, {}), scope, where) for rule in wanted]
     if scope.rules is None:
-        items = [item for item in items if item["verdicts"] or item["findings"] or item["problem"]]
+        # what no agent of the whole fleet sends is not worth a word on one node; `fleet coverage` has it
+        items = [
+            item
+            for item in items
+            if item["verdicts"] or item["findings"] or item["problem"] not in (None, _NO_COLUMNS)
+        ]
     return documents.document("Explanation", now, items, subject=subject)
 
 
+_NO_COLUMNS = "it cannot run: no agent has sent the columns it reads"
 _KINDS = ("rule", "incident", "node", "gpu")
 
 
@@ -246,7 +252,7 @@ def _verdicts(
         return [], [], f"it took more than {RULE_SECONDS:g} s just now"
     except (duckdb.CatalogException, duckdb.BinderException) as error:
         log.debug("explain: rule %s: %s", name, error)
-        return [], [], "it cannot run: no agent has sent the columns it reads"
+        return [], [], _NO_COLUMNS
     return (
         [
             {
