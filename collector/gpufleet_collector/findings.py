@@ -42,6 +42,7 @@ class Policy:
     boot_grace: timedelta
     max_severity: str
     latch: bool
+    weight: float
     absence: bool
     shadow: bool
     enabled: bool
@@ -70,6 +71,7 @@ class Policy:
             boot_grace=timedelta(seconds=seconds(changed.boot_grace or header.boot_grace)),
             max_severity=header.max_severity,
             latch=header.latch,
+            weight=header.weight,
             absence=header.absence,
             shadow=header.shadow if changed.shadow is None else changed.shadow,
             enabled=changed.enabled,

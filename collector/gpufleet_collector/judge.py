@@ -10,7 +10,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -20,7 +21,7 @@ from gpufleet_collector import baselines, findings, inventory, people, views
 from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
-from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, seconds
+from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, reads, seconds
 from gpufleet_collector.store import LIVE, Store
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ AWAY = timedelta(seconds=30)
 """A longer time without a pass (and three intervals) means that the collector was away: it proves nothing."""
 
 KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
+
+SHARED = ("expected_at", "card_list", "node_list", "port_list", "port_model", "bench_series")
+"""Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,9 @@ class Judge:
         self._rules = tuple(load_rules() if rules is None else rules)
         check_settings(settings, self._rules)
         self.policies = {rule.name: Policy.of(rule, settings) for rule in self._rules}
+        self._uses = {
+            rule.name: [name for name in SHARED if name in reads(rule).words] for rule in self._rules
+        }
         self.every_s = seconds(settings.judge.every)
         self._phases = phases(self.policies, self.every_s)
         self._warm_up = timedelta(seconds=seconds(settings.judge.warm_up))
@@ -172,6 +179,7 @@ class Judge:
             self._follow_renames(read)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
+            self._share(read, due, as_of)
             answers = [self._ask(read, rule, as_of) for rule in due]
             booted = self._boots(read, answers, as_of)
         report.warming_up = self.warming_up
@@ -253,16 +261,32 @@ class Judge:
             self._warm_until = self._waiting_since = None
             log.info("judge: warmed up, %d known agents are not back", len(self._awaited))
 
+    def _share(self, read: duckdb.DuckDBPyConnection, due: Sequence[Rule], as_of: datetime) -> None:
+        """Let `SHARED` macros that two rules or more use read a table of this cursor's own, made once."""
+        users = Counter(name for rule in due for name in self._uses[rule.name])
+        with suppress(duckdb.Error), self._bounded(read):  # without it each rule fails, or not, by itself
+            for query in shared([name for name in SHARED if users[name] > 1], as_of):
+                read.execute(query)
+
+    @contextmanager
+    def _bounded(self, read: duckdb.DuckDBPyConnection) -> Iterator[None]:
+        """Interrupt what runs longer than a rule may."""
+        timer = threading.Timer(self._timeout_s, read.interrupt)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _ask(self, read: duckdb.DuckDBPyConnection, rule: Rule, as_of: datetime) -> _Answer:
         """Run one rule; its trouble stays its own."""
         started = time.perf_counter()
         nobody: frozenset[tuple[str, str]] = frozenset()
         if self._made.get(rule.name):
             return _Answer(RuleRun(rule.name, NO_PROBE, self._made[rule.name], 0.0, {}), (), nobody)
-        timer = threading.Timer(self._timeout_s, read.interrupt)
-        timer.start()
         try:
-            counts, verdicts, gone = self._verdicts(read, rule, as_of)
+            with self._bounded(read):
+                counts, verdicts, gone = self._verdicts(read, rule, as_of)
             status, error = "ok", ""
             strange = sorted(set(counts) - set(KNOWN))
             if strange:
@@ -274,8 +298,6 @@ class Judge:
         except duckdb.Error as problem:
             status, error = "failed", one_line(problem)
             counts, verdicts, gone = {}, (), nobody
-        finally:
-            timer.cancel()
         run = RuleRun(rule.name, status, error, time.perf_counter() - started, counts)
         return _Answer(run, verdicts, gone)
 
@@ -289,6 +311,8 @@ class Judge:
         counts = dict(
             read.execute("SELECT coalesce(verdict, 'NULL'), count(*) FROM said GROUP BY 1").fetchall()
         )
+        if not tracked and not counts.keys() & BAD:
+            return counts, (), frozenset()
         # an agent may leave out any cell: words made of it are NULL then, and an entity is none
         rows = read.execute(
             "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, "
@@ -298,11 +322,14 @@ class Judge:
             "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))) ORDER BY node, entity",
             given,
         ).fetchall()
-        named = read.execute(
-            "SELECT node, entity FROM said WHERE (node, entity) IN "
-            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
-            given,
-        ).fetchall()
+        named = (
+            tracked
+            and read.execute(
+                "SELECT node, entity FROM said WHERE (node, entity) IN "
+                "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
+                given,
+            ).fetchall()
+        )
         gone = frozenset((finding.node, finding.entity) for finding in tracked) - frozenset(named)
         return counts, [Verdict(*row) for row in rows], gone
 
@@ -486,18 +513,40 @@ class Judge:
             )  # fmt: skip
 
 
+def shared(names: Iterable[str], as_of: datetime) -> Iterator[str]:
+    """The statements that make these macros of `SHARED` tables of the cursor that runs them.
+
+    What is temporary comes before live and rules in the search path: rules read it under the same name.
+    """
+    for name in names:
+        yield f"CREATE TEMP TABLE {name}_now AS FROM {name}(TIMESTAMP '{as_of.isoformat(' ')}')"
+        yield f"CREATE TEMP MACRO {name}(as_of) AS TABLE FROM {name}_now"
+
+
 def _slot(at: datetime, every_s: float) -> int:
     return math.floor((at - datetime(1970, 1, 1)).total_seconds() / every_s)
 
 
 def phases(policies: Mapping[str, Policy], pass_s: float) -> dict[str, timedelta]:
-    """When in its interval each rule runs: those of one interval take turns; no pass runs them all."""
-    turns: Counter[float] = Counter()
+    """When in its interval each rule runs: the dearest choose first, each where the passes have least to do.
+
+    It depends on nothing but the rules, so that a restart and a replay run them at the same times.
+    """
+    load = [0.0] * _TURNS
     found: dict[str, timedelta] = {}
-    for rule, policy in sorted(policies.items()):
-        found[rule] = timedelta(seconds=turns[policy.every_s] * pass_s % policy.every_s)
-        turns[policy.every_s] += 1
+    for rule, policy in sorted(
+        policies.items(), key=lambda item: (-item[1].weight, item[1].every_s, item[0])
+    ):
+        every = min(max(1, round(policy.every_s / pass_s)), _TURNS)
+        turn = min(range(every), key=lambda first: (max(load[first::every]), sum(load[first::every])))
+        for number in range(turn, _TURNS, every):
+            load[number] += policy.weight
+        found[rule] = timedelta(seconds=turn * pass_s % policy.every_s)
     return found
+
+
+_TURNS = 720
+"""As many passes as are looked at to spread the rules: an hour of them at 5 s."""
 
 
 def _utc_now() -> datetime:

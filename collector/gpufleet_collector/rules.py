@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -110,6 +111,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         boot_grace: Bad evidence this soon after a boot does not count.
         max_severity: The worst it may become.
         latch: Never clears by itself.
+        weight: What a run costs, in runs of an ordinary rule: by it rules take turns.
         absence: Judges that something did not arrive; bad verdicts do not count while the collector warms up.
         shadow: Judged and recorded, but changes no state and opens no incident.
         limits: Default thresholds.
@@ -128,6 +130,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     boot_grace: str = "0s"
     max_severity: str = "crit"
     latch: bool = False
+    weight: float = 1
     absence: bool = False
     shadow: bool = False
     limits: dict[str, DefaultLimit] = {}
@@ -231,11 +234,7 @@ class Reads:
 
 def reads(rule: Rule) -> Reads:
     """What `rule` may read."""
-    macros: dict[str, str] = {}
-    for item in _files(None):
-        if item.name[0].isdigit():
-            parts = re.split(r"create or replace macro\s+(\w+)", _code(item.read_text()))
-            macros |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    macros = _macros()
     words: set[str] = set()
     todo, longest = [_code(rule.sql)], 0.0
     while todo:
@@ -250,6 +249,17 @@ def reads(rule: Rule) -> Reads:
             if name.endswith(suffix):
                 longest = max(longest, limit.value * size)
     return Reads(frozenset(words | {word.removesuffix("_samples") for word in words}), longest)
+
+
+@cache
+def _macros() -> Mapping[str, str]:
+    """The shared macros: name -> text."""
+    macros: dict[str, str] = {}
+    for item in _files(None):
+        if item.name[0].isdigit():
+            parts = re.split(r"create or replace macro\s+(\w+)", _code(item.read_text()))
+            macros |= dict(zip(parts[1::2], parts[2::2], strict=True))
+    return macros
 
 
 _UNITS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}

@@ -2,17 +2,21 @@
 
 `python tests/bench/judge_pass.py` prints one JSON document. Samples are made by SQL; the writer commits what
 1,000 nodes bring in five commits a second (1,600 rows each), as ingest would. A pass is `Judge.run_pass`: the
-rules that are due, which take turns. `pass_s` is the median pass of two minutes, `pass_max_s` the dearest.
+rules that are due, which take turns. `pass_s` is the median pass of two minutes, `pass_max_s` the dearest;
+`pass_cpu_s` and `pass_cpu_max_s` the same in CPU time of the judge's thread; on two cores there is no other.
+`--rules` prints the CPU time of each rule instead, dearest first, and of a pass in which none is due.
 """
 
+import argparse
 import json
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from gpufleet.metric import Metric
@@ -22,7 +26,7 @@ from gpufleet_agent.probe import run_probe
 from gpufleet_agent.probes import PROBES as SAMPLED
 from gpufleet_agent.probes import agent
 from gpufleet_agent.scenario import parse
-from gpufleet_collector.judge import Judge
+from gpufleet_collector.judge import SHARED, Judge, shared
 from gpufleet_collector.limits import JudgeSettings
 from gpufleet_collector.store import LIVE, Column, Store
 
@@ -51,9 +55,12 @@ def measure(nodes: int = 1000, cards: int = 8, minutes: int = 120, passes: int =
         writer = threading.Thread(target=_write, args=(store, cards, stop), daemon=True)
         writer.start()
         walls: list[float] = []
+        own: list[float] = []
         cpu = time.process_time()
         for number in range(1, passes + 1):
+            began = time.thread_time()
             report = judge.run_pass(START + timedelta(seconds=5 * number))
+            own.append(time.thread_time() - began)
             walls.append(report.seconds)
         cpu = time.process_time() - cpu
         at = START + timedelta(seconds=5 * passes)
@@ -70,9 +77,44 @@ def measure(nodes: int = 1000, cards: int = 8, minutes: int = 120, passes: int =
         "rows": nodes * cards * minutes * 12,
         "pass_s": statistics.median(walls),
         "pass_max_s": max(walls),
+        "pass_cpu_s": statistics.median(own),
+        "pass_cpu_max_s": max(own),
         "cpu_s_per_pass_with_writer": cpu / passes,
         **{f"{name}_ms": value for name, value in queries.items()},
     }
+
+
+def per_rule(nodes: int = 1000, cards: int = 8, minutes: int = 120) -> list[tuple[float, float, str]]:
+    """CPU seconds of each rule's query (median of five) and how often it runs, s; dearest first.
+
+    What a pass shares is there already. The last row is a pass in which no rule is due.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(Path(folder) / "bench.duckdb")
+        _fill(store, nodes, cards, minutes)
+        _fill_as_simulated(store, nodes)
+        judge = Judge(store, JudgeSettings())
+        judge.run_pass(START)
+        costs = []
+        with store.reader(LIVE) as read:
+            for query in shared(SHARED, START):
+                read.execute(query)
+            for name, policy in judge.policies.items():
+                said = f"CREATE OR REPLACE TEMP TABLE said AS FROM find_{name}(TIMESTAMP '{START}')"
+                costs.append((_cpu_s(partial(read.execute, said)), policy.every_s, name))
+        costs.sort(reverse=True)
+        costs.append((_cpu_s(partial(judge.run_pass, START)), judge.every_s, "(nothing due)"))
+        store.close()
+    return costs
+
+
+def _cpu_s(act: Callable[[], object], times: int = 5) -> float:
+    spent = []
+    for _ in range(times):
+        began = time.process_time()
+        act()
+        spent.append(time.process_time() - began)
+    return statistics.median(spent)
 
 
 def _query(store: Store, query: str) -> float:
@@ -252,4 +294,10 @@ def _insert(table: str, cells: Mapping[str, str], ts: str, *sources: str) -> str
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(), indent=2) + "\n")
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--rules", action="store_true", help="CPU time of each rule")
+    if given.parse_args().rules:
+        for cpu_s, every_s, rule in per_rule():
+            sys.stdout.write(f"{cpu_s * 1000:8.1f} ms  every {every_s:5g} s  {rule}\n")
+    else:
+        sys.stdout.write(json.dumps(measure(), indent=2) + "\n")

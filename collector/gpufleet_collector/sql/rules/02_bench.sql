@@ -70,16 +70,16 @@ with lim as (
 run as (
     select node, entity, bench, version, convention, params_hash, link, any_value(unit) as unit,
            max(ts) as any_at, max_by(status, ts) as last_status,
-           max_by({'ts': ts, 'value': value, 'spread': spread, 'driver': driver}, ts)
-               filter (status = 'ok' and value is not null)          as newest,
-           max_by(value, ts, 7) filter (status = 'ok' and value > 0) as last7
-    from bench_samples()
-    where ts > as_of - interval 7 day and ts <= as_of
+           max(ts) filter (good) as ok_at, max_by(value, ts) filter (good) as value,
+           arg_max_null(spread, ts) filter (good) as run_spread,
+           coalesce(arg_max_null(driver, ts) filter (good), '') as driver,
+           max_by(value, ts, 7) filter (good and value > 0) as last7
+    from (select *, status = 'ok' and value is not null as good from bench_samples()
+          where ts > as_of - interval 7 day and ts <= as_of)
     group by node, entity, bench, version, convention, params_hash, link
 ),
 keyed as (
-    select *, bench_key(bench, version, convention, params_hash, link) as key, newest.ts as ok_at, newest.value as value,
-           newest.spread as run_spread, coalesce(newest.driver, '') as driver, unit in ('us', 'ms', 's') as less_is_better
+    select *, bench_key(bench, version, convention, params_hash, link) as key, unit in ('us', 'ms', 's') as less_is_better
     from run
 ),
 thing as (
@@ -88,7 +88,7 @@ thing as (
     select node, entity, '' from run where entity not like 'gpu:%'
 ),
 series as (
-    select t.node, t.entity, t.model, r.* exclude (node, entity, newest), l.* exclude (node, model),
+    select t.node, t.entity, t.model, r.* exclude (node, entity), l.* exclude (node, model),
            b.value as base, b.spread as base_spread, b.n as base_n, b.state as base_state, b.epoch as base_epoch,
            r.ok_at > as_of - to_hours(l.stale_hours::bigint)  as current,
            r.ok_at > as_of - to_hours(l.peer_hours::bigint)   as recent,

@@ -2,6 +2,7 @@
 title         = "Benchmark slower than it was"
 scope         = "gpu"
 every         = "30s"
+weight        = 12
 for           = "3 of 4"
 for_code      = { below_floor = "2 of 2", drifting = "1 of 1" }
 boot_grace    = "5m"

@@ -1,7 +1,8 @@
 /*
 title         = "All cards of a model slower than they were"
 scope         = "node"
-every         = "60s"
+every         = "5m"
+weight        = 5
 for           = "2 of 3"
 runbook       = "bandwidth_regression_fleet"
 

@@ -1,7 +1,8 @@
 /*
 title         = "All cards of the host slower than they were"
 scope         = "node"
-every         = "60s"
+every         = "5m"
+weight        = 6
 for           = "16 of 20"
 boot_grace    = "5m"
 runbook       = "bandwidth_regression_host"
@@ -14,7 +15,7 @@ create or replace macro find_bandwidth_regression_host(as_of) as table
 with fell as (
     select node, model, key, any_value(bench) as bench, bool_or(host_down) as down, any_value(host_n) as n,
            any_value(host_n_down) as n_down, any_value(host_net) as net, any_value(host_ok_at) as ok_at,
-           any_value(host_down_at) as down_at, any_value(driver) as driver, split_part(any_value(base_epoch), '/', 1) as base_driver,
+           any_value(host_down_at) as down_at, max(driver) as driver, split_part(max(base_epoch), '/', 1) as base_driver,
            any_value(c) as c
     from bench_series(as_of)
     where host_n >= 2 and entity like 'gpu:%' and d is not null and recent

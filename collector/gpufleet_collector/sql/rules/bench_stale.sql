@@ -2,6 +2,7 @@
 title         = "No benchmark of this card for long"
 scope         = "gpu"
 every         = "10m"
+weight        = 3
 for           = "2 of 2"
 max_severity  = "warn"
 runbook       = "bench_stale"

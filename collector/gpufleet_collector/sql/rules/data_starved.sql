@@ -1,7 +1,8 @@
 /*
 title         = "Training waits for data"
 scope         = "job"
-every         = "20s"
+every         = "30s"
+weight        = 9
 for           = "3 of 5"
 clear_after   = "3m"
 runbook       = "data_starved"
@@ -105,12 +106,13 @@ apart as (
     join bound b using (job_node, job_id, until_at)
 ),
 placed as (
-    select *, count(*) filter (alone) over job as alone_ranks,
-           count(*) over (partition by job_node, job_id, until_at, node) as ranks_here,
-           count(*) filter (alone and first_on_node) over job as alone_nodes
-    from (select *, alone and row_number() over (partition by job_node, job_id, until_at, node, alone order by pid) = 1
-                 as first_on_node from apart)
-    window job as (partition by job_node, job_id, until_at)
+    select a.*, n.alone_ranks, n.alone_nodes, h.ranks_here
+    from apart a
+    join (select job_node, job_id, until_at, count(*) filter (alone) as alone_ranks,
+                 count(distinct node) filter (alone) as alone_nodes
+          from apart group by job_node, job_id, until_at) n using (job_node, job_id, until_at)
+    join (select job_node, job_id, until_at, node, count(*) as ranks_here
+          from apart group by job_node, job_id, until_at, node) h using (job_node, job_id, until_at, node)
 ),
 -- who waits: the ranks that stand apart from the others if there are any, else all
 waiting as (select * from placed where alone_ranks = 0 or alone),
@@ -260,6 +262,7 @@ card as (
     from wanted w
     join gpu g on g.node = w.node and g.gpu_uuid = w.gpu_uuid and g.ts >= w.until_at - interval 5 minute and g.ts < w.until_at
     where g.ts >= since - interval 5 minute and g.ts < until and g.state = 'ok'
+      and g.ts >= (select min(until_at) - interval 5 minute from wanted)
     group by all
 ),
 idle as (

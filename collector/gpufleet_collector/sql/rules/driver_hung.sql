@@ -25,7 +25,7 @@ driver as (
 ),
 recent as (
     select node, ts, gpu_uuid, pci, state
-    from gpu where ts > as_of - interval 2 minute and ts <= as_of
+    from gpu where ts > as_of - interval 2 minute and ts <= as_of and ts >= (select min(ts) from run)
 ),
 gpu_sweep as (
     select r.node, max(r.ts) as ts

@@ -2,6 +2,7 @@
 title         = "Uncorrectable memory errors"
 scope         = "gpu"
 every         = "30s"
+weight        = 3
 for           = "1 of 1"
 runbook       = "ecc_uncorrectable"
 

@@ -41,19 +41,15 @@ with card as (
                         and b.state in ('accepted', 'frozen') and b.set_at <= as_of
     where c.gpu_uuid is not null
 ),
-recent as (
-    select node, gpu_uuid, ts, boot_id, driver_epoch, state, util_pct, sm_clock_mhz, clock_reasons,
-           power_cap_s_total, hw_brake_s_total, hw_thermal_s_total
-    from gpu
-    where ts > as_of - interval 150 second and ts <= as_of and gpu_uuid is not null
-),
 -- The newest whole minute.
 busy as (
     select r.node, r.gpu_uuid, r.ts, r.util_pct, r.sm_clock_mhz, r.clock_reasons, r.power_cap_s_total, c.window_s,
            r.util_pct >= c.busy_pct                            as loaded,
            r.util_pct >= c.busy_pct and r.sm_clock_mhz is not null as busy
-    from recent r join card c on c.node = r.node and c.gpu_uuid = r.gpu_uuid
-    where epoch(r.ts) >= c.until_s - c.window_s and epoch(r.ts) < c.until_s
+    from gpu r join card c on c.node = r.node and c.gpu_uuid = r.gpu_uuid
+    where r.ts > as_of - interval 150 second and r.ts <= as_of and r.gpu_uuid is not null
+      and epoch(r.ts) >= (select min(until_s - window_s) from card) and epoch(r.ts) < (select max(until_s) from card)
+      and epoch(r.ts) >= c.until_s - c.window_s and epoch(r.ts) < c.until_s
 ),
 minute as (
     select node, gpu_uuid,
@@ -73,19 +69,31 @@ minute as (
     from busy
     group by node, gpu_uuid
 ),
--- Growth of the hardware's own counters; another boot or driver start begins anew. The same sample may be there twice.
+-- Growth of the hardware's own counters. Those that stand still, as they mostly do, need no look at single samples.
+tally as (
+    select node, gpu_uuid, max(ts) as ts, max_by(state, ts) as state,
+           min(hw_brake_s_total) < max(hw_brake_s_total)     as brake_moved, count(hw_brake_s_total)   as brakes,
+           min(hw_thermal_s_total) < max(hw_thermal_s_total) as heat_moved,  count(hw_thermal_s_total) as heats
+    from gpu
+    where ts > as_of - interval 150 second and ts <= as_of and gpu_uuid is not null
+    group by node, gpu_uuid
+),
+-- Another boot or driver start begins anew. The same sample may be there twice.
 newest as (
-    select node, gpu_uuid, boot_id, driver_epoch, max(ts) as ts, max_by(state, ts) as state,
-           max_by({'ts': ts, 's': hw_brake_s_total}, ts, 4) filter (hw_brake_s_total is not null)     as brake,
-           max_by({'ts': ts, 's': hw_thermal_s_total}, ts, 4) filter (hw_thermal_s_total is not null) as heat
-    from recent
+    select node, gpu_uuid, max(ts) as ts,
+           newest_step(max_by({'ts': ts, 's': hw_brake_s_total}, ts, 4) filter (hw_brake_s_total is not null))     as brake_s,
+           newest_step(max_by({'ts': ts, 's': hw_thermal_s_total}, ts, 4) filter (hw_thermal_s_total is not null)) as heat_s
+    from gpu semi join (from tally where brake_moved or heat_moved) using (node, gpu_uuid)
+    where ts > as_of - interval 150 second and ts <= as_of
     group by node, gpu_uuid, boot_id, driver_epoch
 ),
 last_sample as (
-    select node, gpu_uuid, max(ts) as ts, max_by(state, ts) as state, max_by(boot_id, ts) as boot_id,
-           max_by(newest_step(brake), ts) as brake_s, max_by(newest_step(heat), ts) as heat_s
-    from newest
-    group by node, gpu_uuid
+    select t.node, t.gpu_uuid, t.ts, t.state,
+           if(t.brake_moved, n.brake_s, if(t.brakes > 1, 0, null)) as brake_s,
+           if(t.heat_moved, n.heat_s, if(t.heats > 1, 0, null))    as heat_s
+    from tally t
+    left join (select node, gpu_uuid, max_by(brake_s, ts) as brake_s, max_by(heat_s, ts) as heat_s
+               from newest group by node, gpu_uuid) n using (node, gpu_uuid)
 ),
 growing as (select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0),
 -- Ten minutes, minute by minute: growth inside each, and from the last sample of one to the first of the next.

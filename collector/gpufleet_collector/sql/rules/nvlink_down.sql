@@ -2,6 +2,7 @@
 title         = "NVLinks down"
 scope         = "gpu"
 every         = "15s"
+weight        = 3
 for           = "3 of 5"
 min_duration  = "60s"
 boot_grace    = "10m"

@@ -2,6 +2,7 @@
 title         = "PCIe link lost lanes"
 scope         = "pci"
 every         = "30s"
+weight        = 3
 for           = "2 of 2"
 clear_after   = "2m"
 runbook       = "pcie_width"

@@ -2,6 +2,7 @@
 title         = "Sensor of a card is stuck"
 scope         = "gpu"
 every         = "60s"
+weight        = 3
 for           = "8 of 8"
 min_duration  = "10m"
 clear_after   = "5m"

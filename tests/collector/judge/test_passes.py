@@ -1,0 +1,104 @@
+"""What a pass shares between its rules, and how rules take turns."""
+
+import re
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpufleet_collector import judge as judging
+from gpufleet_collector.findings import Policy
+from gpufleet_collector.judge import SHARED, Judge, phases, shared
+from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.rules import load_rules
+from gpufleet_collector.store import LIVE, Store
+
+if TYPE_CHECKING:
+    from tests.collector.judge.conftest import Fleet
+
+PASS_S = 5.0
+POLICIES = {rule.name: Policy.of(rule, JudgeSettings()) for rule in load_rules()}
+
+
+def test_shared_macros_are_asked_of_the_time_of_the_pass_alone() -> None:
+    """A table that was made for one time must not answer for another."""
+    folder = resources.files("gpufleet_collector") / "sql" / "rules"
+    texts = {item.name: item.read_text() for item in folder.iterdir() if item.name.endswith(".sql")}
+    calls = {
+        (name, macro, given)
+        for name, text in texts.items()
+        for macro in SHARED
+        for given in re.findall(rf"\b{macro}\(([^)]*)\)", text)
+    }
+    assert len(calls) > 30
+    assert {call for call in calls if call[2] != "as_of"} == set()
+
+
+def test_rules_say_the_same_with_and_without_what_is_shared(
+    store: Store, fleet: "Fleet", judge: Judge
+) -> None:
+    cards = fleet.add("gpu-001").cards
+    fleet.add("gpu-002")
+    fleet.run(120)
+    cards[1].state, cards[2].listed, cards[4].util = "lost", False, None
+    fleet.run(10)
+    judge.run_pass(fleet.at)
+    with store.reader(LIVE) as plain, store.reader(LIVE) as sharing:
+        for query in shared(SHARED, fleet.at):
+            sharing.execute(query)
+        seen = {
+            rule: [
+                sorted(read.execute(f"FROM find_{rule}(TIMESTAMP '{fleet.at}')").fetchall(), key=repr)
+                for read in (plain, sharing)
+            ]
+            for rule in POLICIES
+            if not judge.unmade(rule)
+        }
+    assert seen.keys() >= {"gpu_missing", "gpu_downclocked", "driver_hung", "xid", "bandwidth_regression"}
+    for rule, (without, given) in seen.items():
+        assert without == given, rule
+    assert {row[3] for row in seen["gpu_missing"][1]} >= {"lost_at_run_time", "refused_by_driver", "present"}
+
+
+def test_rules_go_on_where_nothing_can_be_shared(
+    store: Store, fleet: "Fleet", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(names: Iterable[str], _as_of: datetime) -> Iterator[str]:
+        yield from (f"CREATE TEMP TABLE {name}_now AS SELECT error('no') AS node" for name in names)
+
+    monkeypatch.setattr(judging, "shared", broken)
+    node = fleet.add("gpu-001")
+    judge = Judge(
+        store, JudgeSettings(), rules=[rule for rule in load_rules() if rule.name in ("gpu_missing", "xid")]
+    )
+    (report,) = fleet.run(5, judge)
+    assert [run.status for run in report.runs] == ["ok", "ok"]
+    assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+
+
+def _due(rule: str, phase: timedelta, at_s: float) -> bool:
+    """Whether a pass at this second runs the rule, the pass before it having been one interval earlier."""
+    every, off = POLICIES[rule].every_s, phase.total_seconds()
+    return (at_s - off) // every != (at_s - PASS_S - off) // every
+
+
+def test_no_pass_has_much_more_to_do_than_another() -> None:
+    turns = phases(POLICIES, PASS_S)
+    loads = [
+        sum(POLICIES[rule].weight for rule, phase in turns.items() if _due(rule, phase, number * PASS_S))
+        for number in range(1, 121)
+    ]
+    mean = sum(loads) / len(loads)
+    assert max(loads) <= 1.25 * mean
+    assert all(
+        timedelta(0) <= phase < timedelta(seconds=POLICIES[rule].every_s) for rule, phase in turns.items()
+    )
+
+
+def test_turns_depend_on_the_rules_alone() -> None:
+    """A restart and a replay run each rule at the times at which it ran before."""
+    other_order = dict(sorted(POLICIES.items(), reverse=True))
+    assert phases(other_order, PASS_S) == phases(POLICIES, PASS_S)
+    assert phases(POLICIES, 3600.0) == dict.fromkeys(POLICIES, timedelta(0)), "a pass an hour runs them all"
