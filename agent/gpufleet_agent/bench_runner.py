@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gpufleet.metric import Value
 from gpufleet_agent.bench import TOLD, Settings
+from gpufleet_agent.bench_links import Links
 from gpufleet_agent.benches import BENCHES, METRICS
 from gpufleet_agent.child import Child, module_command
 from gpufleet_agent.gate import DEFAULT, Rules
@@ -24,9 +25,9 @@ DEADLINE_S = 120.0
 TELL_SKIP_S = 3000.0
 """That a bench was skipped on something is told about once per hour, however often it was tried."""
 
-_STATUS, _BENCH, _ENTITY, _VERSION, _GPU_S = (
+_STATUS, _BENCH, _ENTITY, _VERSION, _GPU_S, _LINK = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "bench", "entity", "version", "gpu_seconds")
+    for name in ("status", "bench", "entity", "version", "gpu_seconds", "link")
 )
 
 
@@ -44,6 +45,7 @@ class BenchRunner:
         command: The bench program.
         rules: What is free.
         rota: Which bench is next; it is told how each run went.
+        links: The best link of each card.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BenchRunner:
         command: Sequence[str] = module_command("gpufleet_agent.bench"),
         rules: Rules = DEFAULT,
         rota: Rota | None = None,
+        links: Links | None = None,
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -69,6 +72,7 @@ class BenchRunner:
         self._command = command
         self._rules = rules
         self._rota = rota or Rota({}, rules.gpu_s_per_hour)
+        self._links = links or Links()
         self._skips_told: dict[str, float] = {}
         self._stopped = False
         self._one_at_a_time = asyncio.Lock()
@@ -80,13 +84,32 @@ class BenchRunner:
         return self._one_at_a_time.locked()
 
     async def run(
-        self, bench: str, entity: str = "", lease: str = "", deadline_s: float = DEADLINE_S
+        self,
+        bench: str,
+        entity: str = "",
+        lease: str = "",
+        deadline_s: float = DEADLINE_S,
+        began: Callable[[], None] = lambda: None,
     ) -> Sweep:
-        """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
+        """Run a bench now, or after the one that runs; what it found is delivered, and returned.
+
+        Args:
+            bench: Its name.
+            entity: The one entity to run on; empty = all.
+            lease: Of the collector; empty when scheduled.
+            deadline_s: A run that takes longer is ended.
+            began: Called when its turn has come.
+        """
         async with self._one_at_a_time:
             self._stopped = False
-            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
-            self._rota.gone(bench, _outcomes(sweep), asked=bool(entity or lease))
+            began()
+            self._rota.begin(BENCHES[bench].COST_S, entity)
+            sweep, whole = await self._run(bench, entity, lease, min(max(1.0, deadline_s), DEADLINE_S))
+            unknown_s = None if whole else sweep.seconds
+            self._rota.gone(bench, _outcomes(sweep), asked=bool(entity or lease), unknown_s=unknown_s)
+        for row in sweep.rows:
+            if row[_LINK]:
+                row[_LINK] = self._links.best(str(row[_ENTITY]), str(row[_LINK]))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
             self._deliver(news)
@@ -99,11 +122,12 @@ class BenchRunner:
             self._child.leave()
             self._child.kill()
 
-    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
+    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> tuple[Sweep, bool]:
+        """What it found, and whether that says what it took of the cards."""
         skips = self._skips()
         if BENCHES[bench].ON == "gpu" and any(skip.pci == "" for skip in skips):
             why = "the driver is released" if any(s.why == "released" for s in skips) else "the driver hangs"
-            return self._own(bench, entity, lease, "skipped", why, 0.0)
+            return self._own(bench, entity, lease, "skipped", why, 0.0), True
         got: list[Sweep] = []
 
         def take(message: Message) -> None:
@@ -130,22 +154,21 @@ class BenchRunner:
                 take,
             )
         except OSError as error:
-            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0)
+            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0), True
         self._child = child
         try:
             ended = await child.wait(deadline_s)
             seconds = time.monotonic() - began
             if got:
-                return got[0]
+                return got[0], True
+            status, why = "failed", f"ended with {child.code}: no result"
             if self._stopped:
-                return self._own(bench, entity, lease, "preempted", TOLD, seconds)
-            if not ended:
+                status, why = "preempted", TOLD
+            elif not ended:
                 call = child.progress.call()
                 where = f" in {call.call}{f' of {call.card}' if call.card else ''}" if call else ""
-                return self._own(
-                    bench, entity, lease, "hung", f"no result after {seconds:.0f} s{where}", seconds
-                )
-            return self._own(bench, entity, lease, "failed", f"ended with {child.code}: no result", seconds)
+                status, why = "hung", f"no result after {seconds:.0f} s{where}"
+            return self._own(bench, entity, lease, status, why, seconds), False
         finally:
             self._child = None
             child.abandon()
