@@ -163,7 +163,9 @@ class Supervisor:
             ),
         )
         self.benches = self._bench_runner(host, bench_lock, bench)
-        self.directives = Directives(self.benches, self.isolation, self._release)
+        self.directives = Directives(
+            self.benches, self.isolation, self._release, lambda name, text: self.push.tell(name, text)
+        )
         socket = Path(config.runtime_dir) / CONTROL_NAME
         self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
         self.loaders = Loaders(Path(config.runtime_dir) / LOADER_NAME)
