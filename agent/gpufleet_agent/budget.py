@@ -65,6 +65,8 @@ class Budget:
         self._booked: tuple[str, float] | None = None
         if kept.booked is not None:  # the agent ended in the middle of a run
             self._spend(*kept.booked)
+        if kept.booked is not None or not same:
+            self._keep()  # at its time of now, which the next start must not move
 
     def book(self, entity: str, seconds: float) -> None:
         """A run begins that may take so much of a card; `ANY` = of every card."""

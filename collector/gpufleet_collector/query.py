@@ -53,7 +53,7 @@ SNAPSHOT_MIN_S = 1.0
 SNAPSHOT_LOAD = 0.05
 """Share of one core that keeping the status ready may take: a larger fleet has an older one."""
 
-ROWS_S = 30.0
+ROWS_S = 60.0
 """So long after its agent's answer the rows of a run may take to be in the store."""
 
 SQL_AT_ONCE = 2
@@ -484,8 +484,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         runs, node = self._runs, request.node
         if runs is None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this collector takes no agents")
+        names, peer = certificate_names(context.auth_context()), context.peer()
         who = await self._try(
-            context, lambda: self._who(context, "bench run", request.author, "have benches run")
+            context, lambda: self._who(names, peer, "bench run", request.author, "have benches run")
         )
 
         def resolve() -> tuple[tuple[str, ...], str]:
@@ -646,9 +647,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, context: Context, verb: str, author: str, work: Callable[[Who, datetime], Build]
     ) -> AsyncIterator[bytes]:
         """Do `work` for a person and give the document it names in pieces; agents are refused."""
+        names, peer = certificate_names(context.auth_context()), context.peer()
 
         def checked() -> bytes:
-            who = self._who(context, verb, author, "say what people do with incidents")
+            who = self._who(names, peer, verb, author, "say what people do with incidents")
             return self._build(work(who, self._now()))
 
         whole = await self._try(context, checked)
@@ -656,14 +658,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         for part in _parts(whole):
             yield part
 
-    def _who(self, context: Context, verb: str, author: str, deed: str) -> Who:
+    def _who(self, names: set[str] | None, peer: str, verb: str, author: str, deed: str) -> Who:
         """Who asks; not in the event loop.
 
         Raises:
             NotAllowed: An agent does.
         """
-        names = certificate_names(context.auth_context())
-        said, peer = people.one_line(author)[:200], context.peer()
+        said = people.one_line(author)[:200]
         if names is None:
             return Who(said or "unknown", True, "", peer)
         inventory.refuse_agents(self._store, names, said, verb, self._now(), peer, deed)

@@ -24,6 +24,12 @@ def ana(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ana")
 
 
+@pytest.fixture
+def run(run: Run) -> Run:
+    """No test here is about a collector that is slow to answer."""
+    return lambda *words, **more: run("--timeout", "60", *words, **more)
+
+
 def same(name: str, result: Result, exit_code: int = 0) -> None:
     """Compare with the golden file; GPUFLEET_GOLDEN=update writes it."""
     assert result.exit_code == exit_code, result.output

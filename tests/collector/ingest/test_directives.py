@@ -104,7 +104,7 @@ def test_a_run_goes_on_when_its_caller_goes_away_and_over_a_new_stream(kit: Kit)
 
     def free() -> bool:
         third = Asking(running.address, "n1", "clock")
-        kit.until(lambda: bool(third.lines) or third.status is not None)
+        kit.until(lambda: bool(third.lines) or third.status is not None, 60)
         started = bool(third.lines)
         third.leave()
         return started

@@ -86,14 +86,14 @@ async def ends(runs: BenchRuns) -> None:
 def over(
     fleet: "Fleet", agents: Agents, minutes: float, each: Callable[[Retests, BenchRuns], Awaitable[None]]
 ) -> None:
-    """Look for suspects every half minute, for so long."""
+    """Look for suspects every minute, for so long."""
 
     async def work() -> None:
         runs = BenchRuns(agents)
         retests = Retests(fleet.store, runs, 20, lambda: fleet.at)
         until = fleet.at + timedelta(minutes=minutes)
         while fleet.at < until:
-            fleet.at += timedelta(seconds=30)
+            fleet.at += timedelta(minutes=1)
             await each(retests, runs)
 
     asyncio.run(work())
@@ -134,7 +134,7 @@ def test_a_card_that_is_well_again_is_let_go(fleet: "Fleet", judge: Judge) -> No
             await ends(runs)
             judge.run_pass(fleet.at)
 
-    over(fleet, agents, 60, each)
+    over(fleet, agents, 40, each)
     assert fleet.findings(RULE) == []
     assert 1 <= len(agents.asked) <= 4
 
@@ -158,12 +158,20 @@ def test_all_cards_of_a_host_at_once_are_the_hosts_and_not_measured_again(
     assert agents.asked == []
 
 
-def test_many_suspects_do_not_flood(fleet: "Fleet", judge: Judge) -> None:
-    cards = started(fleet, 30)
-    bad = {card.entity for card in cards if card.index < 3}
-    measure(fleet, judge, cards, bad)
-    assert len(fleet.findings(RULE)) == 90
-    agents = Agents(fleet, slow=bad, mute=True)  # nobody answers: each host stays busy with its one
+@pytest.mark.usefixtures("judge")
+def test_many_suspects_do_not_flood(fleet: "Fleet") -> None:
+    cards = [fleet.add(f"gpu-{n:03}", gpus=1).cards[0] for n in range(24)] + fleet.add(
+        "gpu-big", gpus=3
+    ).cards
+    with fleet.store.transaction() as write:
+        for number, card in enumerate(cards):
+            write.execute(
+                "INSERT INTO live.finding (id, rule, node, entity, state, verdict, code, reason, detail, "
+                "evidence, began_at, last_evidence_at, updated_at) VALUES "
+                "(?, 'bandwidth_regression', ?, ?, 'pending', 'warn', 'slower', '', ?, '[]', ?, ?, ?)",
+                [number, card.node, card.entity, '{"bench": "h2d"}', fleet.at, fleet.at, fleet.at],
+            )
+    agents = Agents(fleet, mute=True)  # nobody answers: each host stays busy with its one
     seen: list[tuple[float, int]] = []
 
     async def each(retests: Retests, runs: BenchRuns) -> None:
@@ -176,7 +184,7 @@ def test_many_suspects_do_not_flood(fleet: "Fleet", judge: Judge) -> None:
     over(fleet, agents, 12, each)
     for at, _ in seen:
         assert sum(count for when, count in seen if at - 60 < when <= at) <= 20
-    assert sum(count for _, count in seen) == 30, "each host was asked once, and is still at it"
+    assert sum(count for _, count in seen) == 25, "each host was asked once, and is still at it"
 
 
 def test_a_restarted_collector_goes_on_where_it_was(fleet: "Fleet", judge: Judge) -> None:
@@ -195,13 +203,13 @@ def test_a_restarted_collector_goes_on_where_it_was(fleet: "Fleet", judge: Judge
         if len(agents.asked) > before:
             asked_at.append((fleet.at - began).total_seconds() / 60)
 
-    for _ in range(170):
-        fleet.at += timedelta(minutes=1)
+    for _ in range(85):
+        fleet.at += timedelta(minutes=2)
         asyncio.run(restarted())
     gaps = [later - earlier for earlier, later in zip([0.0, *asked_at], asked_at, strict=False)]
     assert len(gaps) == 5, "5, 10, 20, 40, 60 minutes, and up to one more"
     for gap, least in zip(gaps, (5, 10, 20, 40, 60), strict=True):
-        assert least <= gap <= least + 2
+        assert least <= gap <= least + 3
 
 
 def test_an_agent_that_is_away_uses_up_nothing(fleet: "Fleet", judge: Judge) -> None:
@@ -219,8 +227,8 @@ def test_an_agent_that_is_away_uses_up_nothing(fleet: "Fleet", judge: Judge) -> 
 def test_runs_that_are_asked_for_one_after_the_other_are_one_evidence(fleet: "Fleet", judge: Judge) -> None:
     card = started(fleet, 1, gpus=1)[0]
     measure(fleet, judge, [card], {card.entity})
-    for _ in range(10):
-        fleet.at += timedelta(minutes=1)
+    for _ in range(4):
+        fleet.at += timedelta(minutes=2)
         fleet.bench(card.entity, card.node, SLOW, lease="run-1")
         judge.run_pass(fleet.at)
     assert [row[2] for row in fleet.findings(RULE)] == ["pending"]
