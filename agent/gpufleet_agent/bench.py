@@ -19,9 +19,10 @@ from statistics import median
 import msgspec
 
 from gpufleet import log as logs
-from gpufleet.metric import Cell, Null, Reason
+from gpufleet.metric import Cell, Null, Reason, Row
 from gpufleet_agent import handover, pipe
 from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
+from gpufleet_agent.budget import ANY
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Stop, TooLong, host_load
 from gpufleet_agent.guard import GuardedHost, HostSettings, open_guarded
@@ -48,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         lock: Path of the lock file.
         entity: The one entity to run on; empty = all.
         fresh: Entities that need no run now.
-        left_s: Card time that entities may still have this hour; one that is not named has had none.
+        left_s: Card time that entities may still have this hour, as `Budget.left_s`; without any, all of it.
         rules: What is free.
         lease: Of the collector; empty when scheduled.
         skip: Cards not to touch.
@@ -130,7 +131,7 @@ def _run_on_all(
         row = _run_on_cards(settings, bench, place, gate, why)
         for card in place.kept:
             entity = f"gpu:{card.uuid}"
-            left_s[entity] = left_s.get(entity, settings.rules.gpu_s_per_hour) - number(row["gpu_seconds"])
+            left_s[entity] = _left(left_s, entity, settings.rules.gpu_s_per_hour) - number(row["gpu_seconds"])
         rows.append(row)
     return rows
 
@@ -201,10 +202,14 @@ def _checked(row: dict[str, Cell], disturbed: Callable[[], str]) -> dict[str, Ce
 
 def _spent(settings: Settings, bench: Bench, place: Place, left_s: Mapping[str, float]) -> str:
     most = settings.rules.gpu_s_per_hour
-    left = min(left_s.get(f"gpu:{card.uuid}", most) for card in place.kept)
+    left = min(_left(left_s, f"gpu:{card.uuid}", most) for card in place.kept)
     if settings.force or left >= bench.COST_S:
         return ""
     return f"budget: {max(0.0, left):.1f} of {most:g} s per hour are left, and it may take {bench.COST_S:g}"
+
+
+def _left(left_s: Mapping[str, float], entity: str, most_s: float) -> float:
+    return left_s.get(entity, left_s.get(ANY, most_s))
 
 
 def number(cell: Cell) -> float:
@@ -286,10 +291,19 @@ def after(host: GuardedHost, gpu: Gpu) -> dict[str, Cell]:
         return row
     names = ("temperature_c", "power_w", "sm_clock_mhz", "clock_reasons")
     row |= {name: read[name] for name in names if name in read}
-    gen, width = read.get("pcie_gen"), read.get("pcie_width")
-    if isinstance(gen, int) and isinstance(width, int):
+    gen, width = (_most(read, name) for name in ("pcie_gen", "pcie_width"))
+    if gen and width:
         row["link"] = f"pcie{gen}x{width}"
     return row
+
+
+def _most(read: Row, name: str) -> int:
+    """What card and slot can do, or do now where nobody says that; 0 = unknown.
+
+    It names the series of results, which must not change when a link trains down or an idle card slows it.
+    """
+    said = (read.get(name), read.get(f"{name}_max"))
+    return max((cell for cell in said if isinstance(cell, int) and not isinstance(cell, bool)), default=0)
 
 
 class Yielding:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpufleet.metric import Value
 from gpufleet_agent.bench import TOLD, Settings
+from gpufleet_agent.bench_links import Links
 from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
+from gpufleet_agent.budget import ANY
 from gpufleet_agent.child import Child, module_command
 from gpufleet_agent.gate import DEFAULT, Rules
 from gpufleet_agent.guard import HostSettings
@@ -28,9 +30,19 @@ TELL_SKIP_S = 3000.0
 LEAVE_S = 1.0
 """So long a child may take to end by itself."""
 
-_STATUS, _REASON, _BENCH, _ENTITY, _PEER, _VERSION, _CONVENTION, _GPU_S = (
+_STATUS, _REASON, _BENCH, _ENTITY, _PEER, _VERSION, _CONVENTION, _GPU_S, _LINK = (
     next(at for at, metric in enumerate(METRICS) if metric.name == name)
-    for name in ("status", "reason", "bench", "entity", "peer", "version", "convention", "gpu_seconds")
+    for name in (
+        "status",
+        "reason",
+        "bench",
+        "entity",
+        "peer",
+        "version",
+        "convention",
+        "gpu_seconds",
+        "link",
+    )
 )
 
 
@@ -50,6 +62,7 @@ class BenchRunner:
         rota: Which bench is next; it is told how each run went.
         tools: Command and deadline of the benches that run a tool, those that are enabled.
         unit: Socket of the unit that benches run in; empty = they run beside the agent.
+        links: The best link of each card.
     """
 
     def __init__(
@@ -66,6 +79,7 @@ class BenchRunner:
         rota: Rota | None = None,
         tools: Mapping[str, tuple[Sequence[str], float]] | None = None,
         unit: str = "",
+        links: Links | None = None,
     ) -> None:
         self._host = host
         self._state_dir = state_dir
@@ -79,6 +93,7 @@ class BenchRunner:
         self._rota = rota or Rota({}, rules.gpu_s_per_hour)
         self._tools = tools or {}
         self._unit = unit
+        self._links = links or Links()
         self._skips_told: dict[str, float] = {}
         self._stopped = False
         self._one_at_a_time = asyncio.Lock()
@@ -93,17 +108,48 @@ class BenchRunner:
         """Whether a bench runs now."""
         return self._one_at_a_time.locked()
 
-    async def run(self, bench: str, entity: str = "", lease: str = "", deadline_s: float = math.inf) -> Sweep:
-        """Run a bench now, or after the one that runs; what it found is delivered, and returned."""
+    async def run(
+        self,
+        bench: str,
+        entity: str = "",
+        lease: str = "",
+        deadline_s: float = math.inf,
+        began: Callable[[], None] = lambda: None,
+    ) -> Sweep:
+        """Run a bench now, or after the one that runs; what it found is delivered, and returned.
+
+        Args:
+            bench: Its name.
+            entity: The one entity to run on; empty = all.
+            lease: Of the collector; empty when scheduled.
+            deadline_s: A run that takes longer is ended.
+            began: Called when its turn has come.
+        """
         async with self._one_at_a_time:
             self._stopped = False
+            began()
+            self._book(bench, entity)
             most_s = DEADLINE_S + self._tools.get(bench, ((), 0.0))[1]
-            sweep = await self._run(bench, entity, lease, min(max(1.0, deadline_s), most_s))
-            self._rota.gone(bench, _outcomes(sweep), _peers_s(sweep), asked=bool(entity or lease))
+            sweep, whole = await self._run(bench, entity, lease, min(max(1.0, deadline_s), most_s))
+            unknown_s = None if whole else sweep.seconds
+            asked = bool(entity or lease)
+            self._rota.gone(bench, _outcomes(sweep), _peers_s(sweep), asked=asked, unknown_s=unknown_s)
+        for row in sweep.rows:
+            if row[_LINK]:
+                row[_LINK] = self._links.best(str(row[_ENTITY]), str(row[_LINK]))
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
             self._deliver(news)
         return sweep
+
+    def _book(self, bench: str, entity: str) -> None:
+        """Book what the run may take, in case that the agent does not live to see its end."""
+        if BENCHES[bench].ON != "pair":
+            self._rota.begin(BENCHES[bench].COST_S, entity)
+        elif entity:  # it sends to all others
+            self._rota.begin(self._rules.gpu_s_per_hour, ANY)
+        else:  # each card sends and receives
+            self._rota.begin(2 * BENCHES[bench].COST_S, ANY)
 
     def stop(self) -> None:
         """End a bench that runs."""
@@ -112,11 +158,12 @@ class BenchRunner:
             self._child.leave()
             asyncio.get_running_loop().call_later(LEAVE_S, self._child.kill)
 
-    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> Sweep:
+    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> tuple[Sweep, bool]:
+        """What it found, and whether that says what it took of the cards."""
         skips = self._skips()
         if BENCHES[bench].ON != "host" and any(skip.pci == "" for skip in skips):
             why = "the driver is released" if any(s.why == "released" for s in skips) else "the driver hangs"
-            return self._own(bench, entity, lease, "skipped", why, 0.0)
+            return self._own(bench, entity, lease, "skipped", why, 0.0), True
         got: list[Sweep] = []
 
         def take(message: Message) -> None:
@@ -146,22 +193,21 @@ class BenchRunner:
                 take,
             )
         except OSError as error:
-            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0)
+            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0), True
         self._child = child
         try:
             ended = await child.wait(deadline_s)
             seconds = time.monotonic() - began
             if got:
-                return got[0]
+                return got[0], True
+            status, why = "failed", f"ended with {child.code}: no result"
             if self._stopped:
-                return self._own(bench, entity, lease, "preempted", TOLD, seconds)
-            if not ended:
+                status, why = "preempted", TOLD
+            elif not ended:
                 call = child.progress.call()
                 where = f" in {call.call}{f' of {call.card}' if call.card else ''}" if call else ""
-                return self._own(
-                    bench, entity, lease, "hung", f"no result after {seconds:.0f} s{where}", seconds
-                )
-            return self._own(bench, entity, lease, "failed", f"ended with {child.code}: no result", seconds)
+                status, why = "hung", f"no result after {seconds:.0f} s{where}"
+            return self._own(bench, entity, lease, status, why, seconds), False
         finally:
             self._child = None
             child.abandon()

@@ -22,6 +22,7 @@ class Directives:
         benches: Runs benches.
         isolation: Has the probes' intervals.
         release: Lets go of the driver for so many seconds; processes that hold it still.
+        tell: Says how a directive gets on: its id, one line.
     """
 
     def __init__(
@@ -29,14 +30,16 @@ class Directives:
         benches: BenchRunner,
         isolation: Isolation,
         release: Callable[[float], Awaitable[list[int]]],
+        tell: Callable[[str, str], None] = lambda name, text: None,
     ) -> None:
         self._release = release
+        self._tell = tell
         self._benches = benches
         self._isolation = isolation
 
     async def obey(self, directive: pb.Directive) -> pb.DirectiveResult:
         """The outcome. Credit and pauses concern `push` alone and do not come here."""
-        work: dict[str, Callable[[pb.Directive], Awaitable[tuple[pb.Outcome.ValueType, str]]]] = {
+        work: dict[str, Callable[[pb.Directive], Awaitable[pb.DirectiveResult]]] = {
             "run_bench": self._run_bench,
             "set_interval": self._set_interval,
             "pause_driver": self._pause_driver,
@@ -49,47 +52,70 @@ class Directives:
                 outcome=pb.OUTCOME_UNSUPPORTED,
                 message=f"this agent cannot do {kind or 'this directive'}",
             )
-        outcome, message = await work[kind](directive)
-        return pb.DirectiveResult(id=directive.id, outcome=outcome, message=message)
+        result = await work[kind](directive)
+        result.id = directive.id
+        return result
 
-    async def _run_bench(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+    async def _run_bench(self, directive: pb.Directive) -> pb.DirectiveResult:
         wanted = directive.run_bench
         if wanted.bench not in BENCHES:
-            return pb.OUTCOME_REFUSED, f"no bench {wanted.bench:.60}: there is {', '.join(BENCHES)}"
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_REFUSED,
+                message=f"no bench {wanted.bench:.60}: there is {', '.join(BENCHES)}",
+            )
         if not self._benches.allowed(wanted.bench):
-            return (
-                pb.OUTCOME_REFUSED,
-                f"{wanted.bench} runs a tool of the host, and is not enabled in agent.toml",
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_REFUSED,
+                message=f"{wanted.bench} runs a tool of the host, and is not enabled in agent.toml",
             )
         if self._benches.running:
-            return pb.OUTCOME_REFUSED, "another bench runs"
+            self._tell(directive.id, f"{wanted.bench}: waits for the bench that runs")
         usual_s = math.inf if wanted.bench in TOOLS else 60.0  # a tool has a deadline of its own
         deadline_s = wanted.deadline_s if 0 < wanted.deadline_s < 3600 else usual_s
-        sweep = await self._benches.run(wanted.bench, wanted.entity, wanted.lease or directive.id, deadline_s)
+        sweep = await self._benches.run(
+            wanted.bench, wanted.entity, wanted.lease or directive.id, deadline_s,
+            lambda: self._tell(directive.id, f"{wanted.bench}: runs"),
+        )  # fmt: skip
         found = statuses(sweep)
         text = ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to run it on"
-        if found.keys() == {"ok"}:
-            return pb.OUTCOME_DONE, text
-        if not found or found.keys() <= {"skipped", "preempted", "contaminated", "unsupported", "ok"}:
-            return pb.OUTCOME_DONE if "ok" in found else pb.OUTCOME_REFUSED, text
-        return pb.OUTCOME_FAILED, text
+        outcome = pb.OUTCOME_FAILED
+        if found.keys() <= {"skipped", "preempted", "contaminated", "unsupported", "ok"}:
+            outcome = pb.OUTCOME_DONE if "ok" in found else pb.OUTCOME_REFUSED
+        return pb.DirectiveResult(outcome=outcome, message=text, rows=len(sweep.rows))
 
-    async def _set_interval(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+    async def _set_interval(self, directive: pb.Directive) -> pb.DirectiveResult:
         wanted = directive.set_interval
         if not LEAST_S <= wanted.interval_s <= MOST_S:
-            return pb.OUTCOME_REFUSED, f"{wanted.interval_s:g} s: give {LEAST_S:g} to {MOST_S:g}"
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_REFUSED, message=f"{wanted.interval_s:g} s: give {LEAST_S:g} to {MOST_S:g}"
+            )
         if not self._isolation.set_interval(wanted.probe, wanted.interval_s):
-            return pb.OUTCOME_REFUSED, f"no probe {wanted.probe:.60} runs here"
-        return pb.OUTCOME_DONE, f"{wanted.probe} every {wanted.interval_s:g} s until the agent is restarted"
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_REFUSED, message=f"no probe {wanted.probe:.60} runs here"
+            )
+        return pb.DirectiveResult(
+            outcome=pb.OUTCOME_DONE,
+            message=f"{wanted.probe} every {wanted.interval_s:g} s until the agent is restarted",
+        )
 
-    async def _pause_driver(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
+    async def _pause_driver(self, directive: pb.Directive) -> pb.DirectiveResult:
         for_s = directive.pause_driver.for_s or RELEASE_S
         if not LEAST_RELEASE_S <= for_s <= MOST_RELEASE_S:
-            return pb.OUTCOME_REFUSED, f"{for_s:g} s: give {LEAST_RELEASE_S:g} to {MOST_RELEASE_S:g}"
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_REFUSED,
+                message=f"{for_s:g} s: give {LEAST_RELEASE_S:g} to {MOST_RELEASE_S:g}",
+            )
         holders = await self._release(for_s)
         if holders:
-            return pb.OUTCOME_FAILED, f"stuck in the driver: {', '.join(map(str, holders))}"
-        return pb.OUTCOME_DONE, f"the driver is left alone for {for_s:g} s"
+            return pb.DirectiveResult(
+                outcome=pb.OUTCOME_FAILED, message=f"stuck in the driver: {', '.join(map(str, holders))}"
+            )
+        return pb.DirectiveResult(
+            outcome=pb.OUTCOME_DONE, message=f"the driver is left alone for {for_s:g} s"
+        )
 
-    async def _resume_driver(self, directive: pb.Directive) -> tuple[pb.Outcome.ValueType, str]:
-        return pb.OUTCOME_DONE, "taken back" if self._isolation.resume() else "it was not released"
+    async def _resume_driver(self, directive: pb.Directive) -> pb.DirectiveResult:
+        return pb.DirectiveResult(
+            outcome=pb.OUTCOME_DONE,
+            message="taken back" if self._isolation.resume() else "it was not released",
+        )

@@ -129,6 +129,10 @@ class Push:
         """Something was put into the spool."""
         self._wake.set()
 
+    def tell(self, directive: str, text: str) -> None:
+        """Say how a directive gets on; lost when there is no stream."""
+        self._directives.tell(directive, text)
+
     async def run(self) -> None:
         """Connect, send, and connect again; ends only by being cancelled."""
         try:
@@ -361,8 +365,8 @@ class _Stream:
 
     def _next(self) -> pb.StreamRequest | None:
         """The next request, or None: nothing to send, or not now."""
-        if result := self._directives.take():
-            return pb.StreamRequest(directive_result=result)
+        if said := self._directives.take():
+            return said
         if self._paused:
             return None
         suspects = self._sizes.suspects()
@@ -549,7 +553,7 @@ class _Directives:
         self._on_directive = on_directive
         self._wake = wake
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._results: deque[pb.DirectiveResult] = deque(maxlen=64)
+        self._said: deque[pb.StreamRequest] = deque(maxlen=64)
 
     def start(self, directive: pb.Directive) -> None:
         """Work on it; asked twice for one that runs, it goes on running once."""
@@ -562,12 +566,19 @@ class _Directives:
 
     def answer(self, name: str, outcome: pb.Outcome.ValueType, message: str = "") -> None:
         """Queue a result."""
-        self._results.append(pb.DirectiveResult(id=name, outcome=outcome, message=cut(message)))
+        result = pb.DirectiveResult(id=name, outcome=outcome, message=cut(message))
+        self._said.append(pb.StreamRequest(directive_result=result))
         self._wake.set()
 
-    def take(self) -> pb.DirectiveResult | None:
-        """The next result to send."""
-        return self._results.popleft() if self._results else None
+    def tell(self, name: str, text: str) -> None:
+        """Queue how it gets on."""
+        progress = pb.DirectiveProgress(id=name, text=cut(text))
+        self._said.append(pb.StreamRequest(directive_progress=progress))
+        self._wake.set()
+
+    def take(self) -> pb.StreamRequest | None:
+        """The next thing to say."""
+        return self._said.popleft() if self._said else None
 
     def cancel(self) -> None:
         """Nobody waits for the answers any more."""

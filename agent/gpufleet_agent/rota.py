@@ -1,4 +1,4 @@
-"""Which bench is next, and how much of the cards' time benches may still take this hour.
+"""Which bench is next.
 
 The stalest goes first: the one that is overdue by the largest part of its own interval. What was skipped or
 preempted is due again after a while, so that a short idle moment of a busy card is found, and so is a wrong
@@ -9,9 +9,10 @@ as long. Every time is spread by a fifth: a fleet that was started at once does 
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from gpufleet_agent.budget import ANY, Budget
 
 RETRY_S = 300.0
 """A card that was busy is tried again after this, or after the bench's own interval if that is shorter."""
@@ -19,7 +20,6 @@ RETRY_S = 300.0
 FIRST_S = 60.0
 """Benches wait this long after the start, or their own interval if that is shorter."""
 
-HOUR_S = 3600.0
 _SPREAD = 0.2
 _NOT_MEASURED = ("skipped", "preempted", "contaminated")
 
@@ -40,6 +40,7 @@ class Rota:
         gpu_s_per_hour: Most time per hour that they may keep a card for themselves.
         clock: Monotonic seconds.
         dice: For spreading.
+        budget: What may still be taken of the cards' time; None = a new one.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class Rota:
         gpu_s_per_hour: float,
         clock: Callable[[], float] = time.monotonic,
         dice: random.Random | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._clock = clock
         self._dice = dice or random.Random()
-        self._most_s = gpu_s_per_hour
-        self._spent: dict[str, deque[tuple[float, float]]] = {}
+        self._budget = budget or Budget(gpu_s_per_hour, clock=clock)
         self._total_s = 0.0
         self._rest_until = -math.inf
         now = clock()
@@ -88,8 +89,12 @@ class Rota:
         return [entity for entity, due in bench.entities.items() if due > soon] if bench else []
 
     def left_s(self) -> dict[str, float]:
-        """Card time that entities may still have in this hour, those that had any."""
-        return {entity: self._left(entity) for entity in self._spent}
+        """Card time that entities may still have in this hour, as `Budget.left_s`."""
+        return self._budget.left_s()
+
+    def begin(self, cost_s: float, entity: str = ANY) -> None:
+        """A run begins that may keep a card so long; `ANY` = every card."""
+        self._budget.book(entity, cost_s)
 
     def gone(
         self,
@@ -98,6 +103,7 @@ class Rota:
         peers_s: Mapping[str, float] | None = None,
         *,
         asked: bool = False,
+        unknown_s: float | None = None,
     ) -> None:
         """A run ended.
 
@@ -106,13 +112,20 @@ class Rota:
             outcomes: Status and card time of each entity; the status of a wrong result is `corrupt`.
             peers_s: Card time of each entity as the other end of a pair.
             asked: It was not for the interval: what it could not measure is not tried again for that.
+            unknown_s: It did not end by itself: nobody knows what it took of which cards in so many seconds.
         """
         now = self._clock()
-        kept = [(entity, gpu_s) for entity, (_, gpu_s) in outcomes.items()]
-        for entity, gpu_s in (*kept, *(peers_s or {}).items()):
-            if gpu_s > 0:
-                self._spent.setdefault(entity, deque()).append((now, gpu_s))
-                self._total_s += gpu_s
+        taken: dict[str, float] = {}
+        for entity, gpu_s in (
+            *((entity, gpu_s) for entity, (_, gpu_s) in outcomes.items()),
+            *(peers_s or {}).items(),
+        ):
+            taken[entity] = taken.get(entity, 0.0) + gpu_s
+        self._total_s += sum(taken.values())
+        if unknown_s is None:
+            self._budget.settle(taken)
+        else:
+            self._budget.settle(None, unknown_s)
         bench = self._benches.get(name)
         if bench is None:
             return
@@ -134,12 +147,6 @@ class Rota:
                 # to look takes a process: a host that is busy for days must not feel it
                 self._rest_until = now + self._spread(min(RETRY_S, bench.every_s))
             bench.due = min(bench.entities.values(), default=now + self._spread(bench.every_s))
-
-    def _left(self, entity: str) -> float:
-        spent, since = self._spent[entity], self._clock() - HOUR_S
-        while spent and spent[0][0] <= since:
-            spent.popleft()
-        return max(0.0, self._most_s - sum(seconds for _, seconds in spent))
 
     def _spread(self, wait_s: float) -> float:
         return wait_s * self._dice.uniform(1 - _SPREAD, 1 + _SPREAD)

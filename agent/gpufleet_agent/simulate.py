@@ -456,6 +456,7 @@ class _Life:
             self._seal()
             result.outcome = pb.OUTCOME_DONE if "ok" in statuses else pb.OUTCOME_FAILED
             result.message = ", ".join(f"{count} {status}" for status, count in statuses.items())
+            result.rows = sum(statuses.values())
         return result
 
     # ---- what goes

@@ -24,8 +24,10 @@ from gpufleet.notify import Notifier
 from gpufleet.tls import validity
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_agent import benches, encode
+from gpufleet_agent.bench_links import Links
 from gpufleet_agent.bench_runner import BenchRunner
 from gpufleet_agent.benches import BENCHES, TOOLS
+from gpufleet_agent.budget import Budget
 from gpufleet_agent.child import module_command
 from gpufleet_agent.config import AgentConfig
 from gpufleet_agent.control import NAME as CONTROL_NAME
@@ -152,10 +154,19 @@ class Supervisor:
         )
         enabled = {name: config.bench(name) for name in BENCHES if config.bench(name).enabled}
         self.rota = Rota(
-            {name: periodic.every_s for name, periodic in enabled.items()}, config.gate.gpu_s_per_hour
+            {name: periodic.every_s for name, periodic in enabled.items()},
+            config.gate.gpu_s_per_hour,
+            budget=Budget(
+                config.gate.gpu_s_per_hour,
+                identity.boot_id,
+                spool.get_meta("budget"),
+                lambda text: spool.set_meta("budget", text),
+            ),
         )
         self.benches = self._bench_runner(host, bench_lock, bench)
-        self.directives = Directives(self.benches, self.isolation, self._release)
+        self.directives = Directives(
+            self.benches, self.isolation, self._release, lambda name, text: self.push.tell(name, text)
+        )
         socket = Path(config.runtime_dir) / CONTROL_NAME
         self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
         self.loaders = Loaders(Path(config.runtime_dir) / LOADER_NAME)
@@ -191,6 +202,7 @@ class Supervisor:
                 if (tool := self.config.tool(name)).enabled
             },
             str(Path(self.config.runtime_dir) / BENCH_NAME),
+            Links(self.spool.get_meta("links"), lambda text: self.spool.set_meta("links", text)),
         )
 
     def _take_up_episodes(self) -> Episodes:

@@ -2,6 +2,8 @@
 
 OK = 0
 INTERNAL = 1
+BAD = 1
+"""What was to be tried turned out bad: `fleet demo --check`, `fleet bench run`."""
 USAGE = 2
 UNREACHABLE = 3
 AUTH = 4

@@ -12,6 +12,7 @@ from gpufleet_cli import errors
 from gpufleet_cli.errors import FleetError
 from gpufleet_cli.settings import options
 from gpufleet_cli.verbs import (
+    bench,
     coverage,
     demo,
     explain,
@@ -103,6 +104,7 @@ fleet.add_command(node.node)
 fleet.add_command(gpu.gpu)
 fleet.add_command(job.job)
 fleet.add_command(incidents.incidents)
+fleet.add_command(bench.bench)
 fleet.add_command(maintenance.maintenance)
 fleet.add_command(inventory.inventory)
 fleet.add_command(sql.sql)

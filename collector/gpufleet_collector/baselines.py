@@ -1,10 +1,10 @@
 """What a card's benches and busy clock looked like when they were good: table `baseline`.
 
 Bench series learn by themselves from ok runs of one epoch (driver and firmware) and freeze at `FROZEN_AT`
-runs; only a person moves them after that (inventory.accept). Runs of a time in which the bench was in trouble
-are never learned from. After a new driver or firmware a series is learned anew if it is not slower; a slower
-one waits for a person, so that no loss becomes the normal state by itself. Another card has another UUID and
-so another series.
+runs; only a person moves them after that (`accept`, inventory.accept). Runs that somebody asked for, and
+those of a time in which the bench was in trouble, are never learned from. After a new driver or firmware a
+series is learned anew if it is not slower; a slower one waits for a person, so that no loss becomes normal by
+itself. Another card has another UUID and so another series.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from datetime import datetime
 
 import duckdb
 
+from gpufleet_collector.people import NoSuch, NotNow, PeopleError, Who, audit, one_line
 from gpufleet_collector.store import LIVE, Store
 
 FROZEN_AT = 48
@@ -96,12 +97,18 @@ def learn_anew(store: Store, as_of: datetime) -> int:
 
 
 def seen_now(
-    read: duckdb.DuckDBPyConnection, nodes: Sequence[str], author: str, reason: str, at: datetime
+    read: duckdb.DuckDBPyConnection,
+    nodes: Sequence[str],
+    author: str,
+    reason: str,
+    at: datetime,
+    *,
+    benches_only: bool = False,
 ) -> list[Baseline]:
     """What benches (48 h) and busy clocks (10 minutes) of these nodes look like, as accepted baselines."""
     given = {"nodes": list(nodes), "at": at}
     rows: list[tuple[str, str, str, float, float | None, int, str | None]] = []
-    for query in (_BENCHES_NOW, _CLOCKS_NOW):
+    for query in (_BENCHES_NOW,) if benches_only else (_BENCHES_NOW, _CLOCKS_NOW):
         try:
             rows += read.execute(query, given).fetchall()
         except (duckdb.CatalogException, duckdb.BinderException):
@@ -109,6 +116,69 @@ def seen_now(
     return [
         Baseline(node, entity, key, value, spread, n, epoch or "", "accepted", author, at, reason)
         for node, entity, key, value, spread, n, epoch in rows
+    ]
+
+
+def accept(
+    store: Store, node: str, entity: str, bench: str, reason: str, force: bool, who: Who, now: datetime
+) -> list[tuple[str, str, str]]:
+    """Take what benches show now as normal; returns (node, entity, key) of each baseline that was set.
+
+    Args:
+        store: Where.
+        node: Which.
+        entity: One of its cards, or `node:`; empty = all.
+        bench: One bench; empty = all.
+        reason: Why; kept with the baselines and in the audit.
+        force: Also while a finding says that one of them is slower than it was.
+        who: Who asks.
+        now: Collector's clock.
+
+    Raises:
+        PeopleError: There is no reason.
+        NoSuch: No bench gave a result there in the last 48 hours.
+        NotNow: A finding is open, and it is not forced.
+    """
+    reason = one_line(reason)
+    if not reason:
+        raise PeopleError("accepting a baseline needs a reason")
+    with store.transaction() as write, store.reader(LIVE) as read:
+        found = [
+            one
+            for one in seen_now(read, [node], who.name, reason, now, benches_only=True)
+            if entity in ("", one.entity) and bench in ("", one.key.partition("/")[0])
+        ]
+        if not found:
+            what = f"bench {bench}" if bench else "a bench"
+            raise NoSuch(
+                f"no result of {what} on {f'{node} {entity}'.strip()} in the last 48 hours: nothing to accept"
+                f"\nrun one: fleet bench run {node}{f' {bench}' if bench else ''}"
+            )
+        hurt = _in_trouble(read, node, {one.entity for one in found}, bench)
+        if hurt and not force:
+            raise NotNow(f"{hurt[0]}\na slow state must not become the normal one: mend it, or give --force")
+        put(write, found)
+        args = {
+            "reason": reason, "bench": bench or None, "force": force, "overruled": hurt,
+            "baselines": {f"{one.entity} {one.key}": one.value for one in found[:100]},
+        }  # fmt: skip
+        audit(write, now, who, "bench baseline accept", f"{node} {entity}".strip(), args)
+    return [(one.node, one.entity, one.key) for one in found]
+
+
+def _in_trouble(read: duckdb.DuckDBPyConnection, node: str, entities: set[str], bench: str) -> list[str]:
+    """A line for each open finding about the speed of these entities or of their host."""
+    rows = read.execute(
+        "SELECT rule, entity, reason, incident FROM finding WHERE state <> 'resolved' AND node = ? "
+        "AND (rule = 'bandwidth_regression' AND entity IN (SELECT unnest(?::VARCHAR[])) "
+        "OR rule = 'bandwidth_regression_host') "
+        "AND (? = '' OR coalesce(try_cast(detail AS JSON) ->> '$.bench', ?) = ?) ORDER BY id",
+        [node, sorted(entities), bench, bench, bench],
+    ).fetchall()
+    return [
+        f"{rule} is open on {node} {entity if entity != 'node:' else ''}".strip()
+        + f" ({f'INC-{incident}: ' if incident else ''}{reason})"
+        for rule, entity, reason, incident in rows
     ]
 
 
@@ -136,8 +206,8 @@ _COLUMNS = {
 _KEY = "bench_key(bench, version, convention, params_hash, link)"
 _SPREAD = "coalesce(mad(value) / nullif(median(value), 0), 0)"
 
-_EPOCH = """concat_ws('/', nullif(r.driver, ''), nullif(json_extract_string(i.attributes, '$.vbios'), ''))"""
-_FIRMWARE = """left join inventory i on i.node = r.node and i.entity = r.entity and i.valid_from <= r.ts
+EPOCH = """concat_ws('/', nullif(r.driver, ''), nullif(json_extract_string(i.attributes, '$.vbios'), ''))"""
+FIRMWARE = """left join inventory i on i.node = r.node and i.entity = r.entity and i.valid_from <= r.ts
                           and coalesce(i.valid_to > r.ts, true)"""
 
 _IN_TROUBLE = """exists (from finding f where f.node = r.node and r.ts >= f.began_at
@@ -150,6 +220,7 @@ fresh as (
     select distinct node, entity, {_KEY} as key
     from bench
     where received_at > $as_of - interval 10 minute and ts <= $as_of and status = 'ok' and value is not null
+      and coalesce(lease, '') = ''
 ),
 open as (
     select f.node, f.entity, f.key
@@ -163,9 +234,9 @@ _ANY_OPEN = f"with {_OPEN} select 1 from open limit 1"
 _LEARN = f"""
 with {_OPEN},
 run as (
-    select r.node, r.entity, {_KEY} as key, r.ts, r.value, {_EPOCH} as epoch
-    from bench r {_FIRMWARE}
-    where r.status = 'ok' and r.value is not null and r.ts <= $as_of
+    select r.node, r.entity, {_KEY} as key, r.ts, r.value, {EPOCH} as epoch
+    from bench r {FIRMWARE}
+    where r.status = 'ok' and r.value is not null and r.ts <= $as_of and coalesce(r.lease, '') = ''
       and r.entity in (select entity from open)
       and not {_IN_TROUBLE}
 ),
@@ -184,10 +255,10 @@ from first group by node, entity, key
 
 _LEARN_ANEW = f"""
 with run as (
-    select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.unit, {_EPOCH} as epoch
-    from bench r {_FIRMWARE}
+    select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.unit, {EPOCH} as epoch
+    from bench r {FIRMWARE}
     where r.status = 'ok' and r.value > 0 and r.ts > $as_of - interval 14 day and r.ts <= $as_of
-      and not {_IN_TROUBLE}
+      and coalesce(r.lease, '') = '' and not {_IN_TROUBLE}
 ),
 newest as (select node, entity, key, max_by(epoch, ts) as epoch from run group by node, entity, key),
 fresh as (
@@ -205,7 +276,7 @@ having n >= $frozen_at and if(any_value(unit) in ('us', 'ms', 's'), was / now, n
 
 _BENCHES_NOW = f"""
 select node, entity, key, median(value), {_SPREAD}, count(*), max_by(epoch, ts)
-from (select r.*, {_KEY} as key, {_EPOCH} as epoch from bench r {_FIRMWARE})
+from (select r.*, {_KEY} as key, {EPOCH} as epoch from bench r {FIRMWARE})
 where ts > $at - interval 48 hour and ts <= $at and status = 'ok' and value is not null
   and node in (select unnest($nodes::varchar[]))
 group by node, entity, key

@@ -56,6 +56,17 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     check_s: float = 1.0
 
 
+class BenchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[benches]`.
+
+    Attributes:
+        retests_per_minute: Suspects of the whole fleet that are measured again; 0 = none, so that a slow card
+            is known after three runs of its own schedule.
+    """
+
+    retests_per_minute: int = 20
+
+
 class CollectorConfig(JudgeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file; `[judge]`, `[rule]`, `[limit]`, `[model]` and `[node]` are those of `JudgeSettings`.
 
@@ -74,6 +85,7 @@ class CollectorConfig(JudgeSettings, frozen=True, kw_only=True, forbid_unknown_f
     ingest: IngestConfig = IngestConfig()
     retention: RetentionConfig = RetentionConfig()
     disk: DiskConfig = DiskConfig()
+    benches: BenchesConfig = BenchesConfig()
 
 
 _POSITIVE = (
@@ -103,6 +115,8 @@ def check(config: CollectorConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: key retention.history_days: must be at least 90: rules look back that far"
         )
+    if not 0 <= config.benches.retests_per_minute <= 1000:
+        raise ConfigError(f"{where}: key benches.retests_per_minute: must be 0 to 1000")
     if config.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"{where}: key log_level: must be debug, info, warning or error")
     host, _, port = config.listen.rpartition(":")

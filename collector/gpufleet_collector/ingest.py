@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import grpc
@@ -37,6 +37,9 @@ _SLACK = 4096
 """Of a message around a body of the largest size."""
 
 _MOST_UNSENT = 65_536
+_MOST_SAID = 32
+"""Lines and result of one directive."""
+
 _AUDIT_EVERY_S = 600.0
 _SPIFFE = re.compile(r"spiffe://[^/]+/node/([^/]+)")
 
@@ -75,6 +78,20 @@ class AgentStream(Session):
         return out
 
 
+class Ask:
+    """A directive on its way to an agent, and what the agent says about it. Belongs to the event loop."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.said: asyncio.Queue[str | pb.DirectiveResult] = asyncio.Queue(_MOST_SAID)
+        """Lines about how it gets on, then the result; the agent may send it over a newer stream."""
+
+    def hear(self, what: str | pb.DirectiveResult) -> None:
+        """Take in what the agent says; an agent that talks too much is not listened to."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self.said.put_nowait(what)
+
+
 _LANES: dict[int, pb.Lane.ValueType] = {1: pb.LANE_LIVE, 2: pb.LANE_BACKFILL}
 
 
@@ -90,6 +107,7 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
         self._readable.set()
         self._denied: dict[tuple[str, str], float] = {}
         self._directive = 0
+        self._asks: dict[str, Ask] = {}
         self._intake = Intake(self._loop, config.queue_mib << 20, config.group_mib << 20)
         self.committer = Committer(
             store,
@@ -116,6 +134,35 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
             self._readable.set()
         for stream in self._streams:
             self._tell_paused(stream, reason)
+
+    def connected(self, node: str) -> bool:
+        """Whether an agent is there to be asked."""
+        return self._stream_of(node) is not None
+
+    @contextlib.contextmanager
+    def ask(self, node: str, directive: pb.Directive) -> Iterator[Ask | None]:
+        """Send a directive to the agent of `node` and listen to it; None = no agent is connected."""
+        stream = self._stream_of(node)
+        if stream is None:
+            yield None
+            return
+        ask = self._asks[directive.id] = Ask(node)
+        stream.directives.append(directive)
+        stream.wake.set()
+        try:
+            yield ask
+        finally:
+            del self._asks[directive.id]
+
+    def _stream_of(self, node: str) -> AgentStream | None:
+        there = (one for one in self._streams if one.node == node and one.open and not one.ended.is_set())
+        return next((one for one in there if one.welcomed.done() and not one.half_closed), None)
+
+    def _hear(self, stream: AgentStream, directive: str, what: str | pb.DirectiveResult) -> None:
+        """Only the agent that was asked may answer."""
+        ask = self._asks.get(directive)
+        if ask is not None and ask.node == stream.node:
+            ask.hear(what)
 
     async def stop(self) -> None:
         """Read no more, commit and acknowledge what was read, end the streams."""
@@ -246,6 +293,10 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
                 await self._intake.put(
                     Batch(stream, batch.lane, batch.number, body, batch.sent_mono_us, received)
                 )
+            elif kind == "directive_result":
+                self._hear(stream, request.directive_result.id, request.directive_result)
+            elif kind == "directive_progress":
+                self._hear(stream, request.directive_progress.id, request.directive_progress.text[:500])
             elif kind == "hello":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream has one hello")
             if not self._readable.is_set():

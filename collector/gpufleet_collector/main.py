@@ -25,13 +25,15 @@ from gpufleet.tls import check_plain, server_credentials
 from gpufleet.v1 import fleet_pb2_grpc, ingest_pb2_grpc
 from gpufleet.wire import SERVER_OPTIONS
 from gpufleet_collector import certificate
+from gpufleet_collector.bench_runs import BenchRuns
 from gpufleet_collector.config import CollectorConfig, check
 from gpufleet_collector.documents import Health
 from gpufleet_collector.ingest import IngestServicer
 from gpufleet_collector.judge import Judge
 from gpufleet_collector.limits import check_settings
-from gpufleet_collector.query import FleetServicer
+from gpufleet_collector.query import FleetServicer, utc_now
 from gpufleet_collector.retention import DiskWatch, Retention
+from gpufleet_collector.retest import Retests
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.state import State
 from gpufleet_collector.store import Store, StoreUnusable
@@ -199,7 +201,8 @@ class Collector:
         server = grpc.aio.server(options=list(SERVER_OPTIONS))
         self.ingest = ingest = IngestServicer(self.store, self.state, self.config.ingest)
         ingest_pb2_grpc.add_IngestServiceServicer_to_server(ingest, server)
-        fleet = FleetServicer(self.store, self.judge.policies, self._health, settings=self.config)
+        runs = BenchRuns(ingest)
+        fleet = FleetServicer(self.store, self.judge.policies, self._health, settings=self.config, runs=runs)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         readiness = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(readiness, server)
@@ -216,6 +219,9 @@ class Collector:
             asyncio.create_task(DiskWatch(self.store.path.parent, self.config.disk, ingest.pause).run()),
             asyncio.create_task(Retention(self.store, self.config.retention).run()),
             asyncio.create_task(certificate.watch(self.store, self.config.tls)),
+            asyncio.create_task(
+                Retests(self.store, runs, self.config.benches.retests_per_minute, utc_now).run()
+            ),
         ]
         if self._notifier.watchdog_s is not None:
             tasks.append(asyncio.create_task(self._watchdog(self._notifier.watchdog_s)))
@@ -230,7 +236,7 @@ class Collector:
             for task in tasks:
                 task.cancel()
             judging_ends.set()
-            await asyncio.gather(*tasks, judging, return_exceptions=True)
+            await asyncio.gather(*tasks, judging, runs.stop(), return_exceptions=True)
             await ingest.stop()
             await server.stop(1)
             log.info("collector stopped")

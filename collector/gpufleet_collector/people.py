@@ -94,7 +94,7 @@ def act(
         if what == "closed":
             _close(write, numbers, f"closed by {who.name}: {text}"[:500], now)
         target = ",".join(f"INC-{number}" for number in numbers)
-        _audit(write, now, who, ACTS[what], target, {"text": text, "until": _iso(until)})
+        audit(write, now, who, ACTS[what], target, {"text": text, "until": _iso(until)})
     return warnings
 
 
@@ -272,7 +272,7 @@ def add_silence(
             [number, *map(list, names), reason, who.name, who.claimed, now, until],
         )
         args = {"reason": reason, "until": _iso(until), "silence": number}
-        _audit(write, now, who, "incidents silence", str(matcher), args)
+        audit(write, now, who, "incidents silence", str(matcher), args)
     return number
 
 
@@ -286,7 +286,7 @@ def end_silences(store: Store, numbers: Sequence[int], who: Who, now: datetime) 
     with store.transaction() as write:
         _end(write, "silence", "silence", numbers, who, now)
         target = ",".join(map(str, numbers))
-        _audit(write, now, who, "incidents silence end", target, {})
+        audit(write, now, who, "incidents silence end", target, {})
 
 
 # ---- maintenance ----
@@ -326,7 +326,7 @@ def start_maintenance(
             [number, names, reason, who.name, who.claimed, now, max(begin, now), until],
         )
         args = {"reason": reason, "from": _iso(begin), "until": _iso(until), "maintenance": number}
-        _audit(write, now, who, "maintenance start", hostlist.fold(names), args)
+        audit(write, now, who, "maintenance start", hostlist.fold(names), args)
     return number
 
 
@@ -339,7 +339,7 @@ def end_maintenance(store: Store, numbers: Sequence[int], who: Who, now: datetim
     """
     with store.transaction() as write:
         _end(write, "maintenance", "maintenance window", numbers, who, now)
-        _audit(write, now, who, "maintenance end", ",".join(map(str, numbers)), {})
+        audit(write, now, who, "maintenance end", ",".join(map(str, numbers)), {})
 
 
 def _end(
@@ -416,7 +416,7 @@ def _next(write: duckdb.DuckDBPyConnection, sequence: str) -> int:
     return int(row[0])
 
 
-def _audit(
+def audit(
     write: duckdb.DuckDBPyConnection,
     now: datetime,
     who: Who,
@@ -424,6 +424,7 @@ def _audit(
     target: str,
     args: Mapping[str, object],
 ) -> None:
+    """Write down what somebody did; inside `Store.transaction()`."""
     whole = {**args, "claimed": who.claimed} | ({"author": who.said} if who.said else {})
     write.execute(
         "INSERT INTO live.audit (logged_at, actor, source, verb, target, args, result) "

@@ -21,6 +21,9 @@ import msgspec
 from gpufleet import WIRE_VERSION, __version__
 from gpufleet.v1 import fleet_pb2, fleet_pb2_grpc
 from gpufleet_collector import (
+    baselines,
+    bench_documents,
+    bench_runs,
     coverage,
     documents,
     explain,
@@ -31,6 +34,7 @@ from gpufleet_collector import (
     sandbox,
     suggest,
 )
+from gpufleet_collector.bench_runs import Answer, BenchRuns
 from gpufleet_collector.documents import Ambiguous, Document, Health, NotFound
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.ingest import certificate_names
@@ -48,6 +52,9 @@ CHUNK_BYTES = 256 << 10
 SNAPSHOT_MIN_S = 1.0
 SNAPSHOT_LOAD = 0.05
 """Share of one core that keeping the status ready may take: a larger fleet has an older one."""
+
+ROWS_S = 60.0
+"""So long after its agent's answer the rows of a run may take to be in the store."""
 
 SQL_AT_ONCE = 2
 """Statements of people that run at once; others wait. Memory is shared with ingest."""
@@ -84,7 +91,8 @@ _LAST_US = 4_102_444_800_000_000
 """The year 2100."""
 
 
-def _now() -> datetime:
+def utc_now() -> datetime:
+    """The clock of this machine, naive UTC."""
     return datetime.now(UTC).replace(tzinfo=None)
 
 
@@ -107,6 +115,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         now: The collector's clock, naive UTC.
         settings: What the site says of rules and limits, for replays.
         rules: The judge's rules; None = all that come with the collector.
+        runs: Who has agents run benches; None = nobody.
     """
 
     def __init__(
@@ -114,11 +123,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         store: Store,
         policies: Mapping[str, Policy],
         health: Callable[[], Health],
-        now: Callable[[], datetime] = _now,
+        now: Callable[[], datetime] = utc_now,
         settings: JudgeSettings = _AS_HEADERS,
         rules: Sequence[Rule] | None = None,
+        runs: BenchRuns | None = None,
     ) -> None:
         self._store = store
+        self._runs = runs
         self._headers = {name: explain.header(policy) for name, policy in policies.items()}
         self._health = health
         self._now = now
@@ -459,6 +470,141 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         for part in _parts(whole):
             yield fleet_pb2.SuggestLimitsResponse(json=part)
 
+    async def ListBenches(
+        self, request: fleet_pb2.ListBenchesRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListBenchesResponse]:
+        """Who is measured, and who is suspected."""
+        async for part in self._document(context, bench_documents.overview):
+            yield fleet_pb2.ListBenchesResponse(json=part)
+
+    async def RunBench(
+        self, request: fleet_pb2.RunBenchRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.RunBenchResponse]:
+        """Have an agent run benches now. A caller that goes away ends nothing."""
+        runs, node = self._runs, request.node
+        if runs is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this collector takes no agents")
+        names, peer = certificate_names(context.auth_context()), context.peer()
+        who = await self._try(
+            context, lambda: self._who(names, peer, "bench run", request.author, "have benches run")
+        )
+
+        def resolve() -> tuple[tuple[str, ...], str]:
+            with self._store.reader(LIVE) as read:
+                entity = bench_documents.card_of(read, self._now(), node, request.gpu)
+            return bench_runs.check_names(request.benches), entity
+
+        benches, entity = await self._try(context, resolve)
+        try:
+            run = runs.reserve(node, who.name)
+        except people.NotNow as error:
+            await context.abort(_STATUS[people.NotNow], str(error))
+        leases = [bench_runs.new_lease("run") for _ in benches]
+        try:
+            await asyncio.to_thread(self._note_run, who, f"{node} {entity}".strip(), benches, leases)
+        except BaseException:
+            runs.release(run)
+            raise
+        runs.start(run, entity, benches, leases)
+        async for line in run.progress():
+            yield fleet_pb2.RunBenchResponse(progress=line)
+        for answer in run.answers:
+            if answer.outcome == "unsupported":
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"the agent of {node} cannot run bench {answer.bench}: {answer.message}"
+                    "\nit may be older than this collector: see fleet node",
+                )
+            if answer.outcome == "silent":
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"{answer.message}\nresults that still come: fleet bench history {node}",
+                )
+            if answer.outcome == "refused" and not answer.rows:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"the agent of {node} refused: {answer.message}"
+                )
+        await self._until_stored(run.answers)
+        async for part in self._document(
+            context, lambda read, now: bench_documents.of_run(read, now, node, entity, run.answers)
+        ):
+            yield fleet_pb2.RunBenchResponse(json=part)
+
+    def _note_run(self, who: Who, target: str, benches: Sequence[str], leases: Sequence[str]) -> None:
+        args: dict[str, object] = {"benches": list(benches), "leases": list(leases)}
+        with self._store.transaction() as write:
+            people.audit(write, self._now(), who, "bench run", target, args)
+
+    async def _until_stored(self, answers: Sequence[Answer]) -> None:
+        """Wait for the rows that agents say they sent: they come by another way than the answer."""
+        wanted = {answer.lease: answer.rows for answer in answers if answer.rows}
+        until = time.monotonic() + ROWS_S
+
+        def missing() -> bool:
+            if "bench" not in self._store.tables:
+                return bool(wanted)
+            with self._store.reader(LIVE) as read:
+                there = dict(
+                    read.execute(
+                        "SELECT lease, count(*) FROM bench WHERE lease IN (SELECT unnest(?::VARCHAR[])) "
+                        "AND received_at > ?::TIMESTAMP - INTERVAL 1 HOUR GROUP BY lease",
+                        [list(wanted), self._now()],
+                    ).fetchall()
+                )
+            return any(there.get(lease, 0) < rows for lease, rows in wanted.items())
+
+        while await asyncio.to_thread(missing) and time.monotonic() < until:
+            await asyncio.sleep(0.2)
+
+    async def GetBenchHistory(
+        self, request: fleet_pb2.GetBenchHistoryRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.GetBenchHistoryResponse]:
+        """Every run on a node or card."""
+        async for part in self._document(
+            context,
+            lambda read, now: bench_documents.history(
+                read, now, request.subject, request.bench, request.since_s
+            ),
+        ):
+            yield fleet_pb2.GetBenchHistoryResponse(json=part)
+
+    async def CompareBench(
+        self, request: fleet_pb2.CompareBenchRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.CompareBenchResponse]:
+        """Cards beside their past, their host and their peers."""
+        async for part in self._document(
+            context, lambda read, now: bench_documents.compare(read, now, request.subject, request.by)
+        ):
+            yield fleet_pb2.CompareBenchResponse(json=part)
+
+    async def ListBaselines(
+        self, request: fleet_pb2.ListBaselinesRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.ListBaselinesResponse]:
+        """What is normal."""
+
+        def build(read: duckdb.DuckDBPyConnection, now: datetime) -> Document:
+            node, entity = bench_documents.find(read, now, request.subject) if request.subject else ("", "")
+            return bench_documents.baseline_list(read, now, node, entity)
+
+        async for part in self._document(context, build):
+            yield fleet_pb2.ListBaselinesResponse(json=part)
+
+    async def AcceptBaselines(
+        self, request: fleet_pb2.AcceptBaselinesRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.AcceptBaselinesResponse]:
+        """Take what benches show now as normal."""
+
+        def work(who: Who, now: datetime) -> Build:
+            with self._store.reader(LIVE) as read:
+                node, entity = bench_documents.find(read, now, request.subject)
+            made = baselines.accept(
+                self._store, node, entity, request.bench, request.reason, request.force, who, now
+            )
+            return lambda read, at: bench_documents.baseline_list(read, at, node, "", made)
+
+        async for part in self._person(context, "bench baseline accept", request.author, work):
+            yield fleet_pb2.AcceptBaselinesResponse(json=part)
+
     async def RunSql(
         self, request: fleet_pb2.RunSqlRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.RunSqlResponse]:
@@ -501,22 +647,28 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, context: Context, verb: str, author: str, work: Callable[[Who, datetime], Build]
     ) -> AsyncIterator[bytes]:
         """Do `work` for a person and give the document it names in pieces; agents are refused."""
-        names = certificate_names(context.auth_context())
-        said, peer = people.one_line(author)[:200], context.peer()
+        names, peer = certificate_names(context.auth_context()), context.peer()
 
         def checked() -> bytes:
-            now = self._now()
-            who = Who(said or "unknown", True, "", peer)
-            if names is not None:
-                deed = "say what people do with incidents"
-                inventory.refuse_agents(self._store, names, said, verb, now, peer, deed)
-                who = Who(", ".join(sorted(names))[:200] or "a certificate without a name", False, said, peer)
-            return self._build(work(who, now))
+            who = self._who(names, peer, verb, author, "say what people do with incidents")
+            return self._build(work(who, self._now()))
 
         whole = await self._try(context, checked)
         self._forget_snapshot()
         for part in _parts(whole):
             yield part
+
+    def _who(self, names: set[str] | None, peer: str, verb: str, author: str, deed: str) -> Who:
+        """Who asks; not in the event loop.
+
+        Raises:
+            NotAllowed: An agent does.
+        """
+        said = people.one_line(author)[:200]
+        if names is None:
+            return Who(said or "unknown", True, "", peer)
+        inventory.refuse_agents(self._store, names, said, verb, self._now(), peer, deed)
+        return Who(", ".join(sorted(names))[:200] or "a certificate without a name", False, said, peer)
 
     def _forget_snapshot(self) -> None:
         """Whoever accepts and then looks must see it: also one that is being built now is too old."""

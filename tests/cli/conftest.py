@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -14,14 +15,16 @@ from click.testing import CliRunner, Result
 
 from gpufleet.metric import Type
 from gpufleet.v1 import fleet_pb2_grpc
+from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet_cli.main import fleet
 from gpufleet_collector import rules
+from gpufleet_collector.bench_runs import BenchRuns
 from gpufleet_collector.documents import Health
 from gpufleet_collector.findings import Policy
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeSettings, compile_limits
 from gpufleet_collector.query import FleetServicer
 from gpufleet_collector.standard import STANDARD
-from gpufleet_collector.store import Column, Store
+from gpufleet_collector.store import LIVE, Column, Store
 
 NOW = datetime(2026, 11, 30, 12, 0, 0)
 
@@ -42,6 +45,35 @@ def gpu_uuid(node: str, index: int) -> str:
     return f"GPU-{node.encode().hex()[-12:]:0>12}-{index:04}"
 
 
+Say = Callable[[str, pb.Directive], Iterable[str | pb.DirectiveResult]]
+
+
+@dataclass
+class Asked:
+    """What an agent says about a directive."""
+
+    said: "asyncio.Queue[str | pb.DirectiveResult]" = field(default_factory=asyncio.Queue)
+
+
+class Agents:
+    """Agents that answer what a test says."""
+
+    def __init__(self) -> None:
+        self.say: dict[str, Say] = {}
+        self.asked: list[tuple[str, pb.RunBench]] = []
+
+    def connected(self, node: str) -> bool:
+        return node in self.say
+
+    @contextmanager
+    def ask(self, node: str, directive: pb.Directive) -> Iterator[Asked | None]:
+        self.asked.append((node, directive.run_bench))
+        asked = Asked()
+        for word in self.say[node](node, directive):
+            asked.said.put_nowait(word)
+        yield asked
+
+
 @dataclass
 class Seed:
     """Fills a store as agents and judge would."""
@@ -49,6 +81,7 @@ class Seed:
     store: Store
     incidents: int = 0
     findings: int = 0
+    agents: "Agents" = field(default_factory=lambda: Agents())
     health: Health = field(default_factory=lambda: Health(True, "", 0.4, False, ""))
 
     def node(
@@ -204,6 +237,56 @@ class Seed:
                 self.store.ensure_probe(write, table, columns)
         rules.install(self.store, ())
 
+    def bench(
+        self, node: str, index: int | None, value: float | None, age: float = 60.0, **more: object
+    ) -> None:
+        """A run of `h2d` on a card, or of what `more` says on the host."""
+        self._bench_table()
+        row: dict[str, object] = {
+            "ts": ago(age), "received_at": ago(age), "node": node, "boot_id": "boot-1",
+            "entity": "node:" if index is None else self.entity(node, index), "peer": "", "bench": "h2d",
+            "version": "1", "convention": "copied_once", "params_hash": "ab12",
+            "value": value, "unit": "GB/s",
+            "status": "ok" if value is not None else "skipped", "reason": "", "repeats": 5, "spread": 0.001,
+            "seconds": 0.4, "gpu_seconds": 0.3, "lease": "", "driver": "580.65", "link": "pcie5x16",
+        } | more  # fmt: skip
+        marks = ", ".join("?" for _ in row)
+        with self.store.transaction() as write:
+            write.execute(f"INSERT INTO live.bench ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+
+    def baseline(self, node: str, index: int, value: float, state: str = "frozen", **more: object) -> None:
+        """What is normal for `h2d` of a card."""
+        row: dict[str, object] = {
+            "node": node, "entity": self.entity(node, index), "key": "h2d/1/copied_once/ab12/pcie5x16",
+            "value": value, "spread": 0.002, "n": 48, "epoch": "580.65", "state": state,
+            "set_by": "collector", "set_at": ago(86400), "reason": "learned from ok runs",
+        } | more  # fmt: skip
+        marks = ", ".join("?" for _ in row)
+        with self.store.transaction() as write:
+            write.execute(
+                f"INSERT INTO live.baseline ({', '.join(row)}) VALUES ({marks})", list(row.values())
+            )
+
+    def _bench_table(self) -> None:
+        if "bench" in self.store.tables:
+            return
+        with self.store.transaction() as write:
+            columns = [
+                Column(name, kind, "", "gauge", "", None, None, "")
+                for name, kind in STANDARD["bench"].items()
+            ]
+            self.store.ensure_probe(write, "bench", columns)
+        rules.install(self.store, ())
+
+    def limits(self) -> None:
+        """The rules' limits, as the judge writes them."""
+        made = rules.load_rules()
+        with self.store.reader(LIVE) as read:
+            nodes = [str(row[0]) for row in read.execute("SELECT node FROM live.node").fetchall()]
+        with self.store.transaction() as write:
+            pairs = [(node, model) for node in nodes for model in (MODEL, "")]
+            compile_limits(write, made, JudgeSettings(), pairs)
+
     def entity(self, node: str, index: int) -> str:
         return f"gpu:{gpu_uuid(node, index)}"
 
@@ -267,7 +350,9 @@ class Served:
     async def _serve(self) -> None:
         server = grpc.aio.server()
         policies = {rule.name: Policy.of(rule, JudgeSettings()) for rule in rules.load_rules()}
-        servicer = FleetServicer(self.seed.store, policies, lambda: self.seed.health, lambda: NOW)
+        servicer = FleetServicer(
+            self.seed.store, policies, lambda: self.seed.health, lambda: NOW, runs=BenchRuns(self.seed.agents)
+        )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()

@@ -26,6 +26,12 @@ class Seed(Protocol):
 
     def job(self, node: str, job_id: str, cards: Iterable[int]) -> None: ...
 
+    def bench(self, node: str, index: int, value: float | None, **more: object) -> None: ...
+
+    def baseline(self, node: str, index: int, value: float) -> None: ...
+
+    def limits(self) -> None: ...
+
 
 def commands(
     command: click.Command, words: tuple[str, ...]
@@ -111,6 +117,7 @@ VERBS = [
     ("incidents", "ack", "1"), ("incidents", "report"), ("maintenance",),
     ("incidents", "silence", "rule=gpu_missing", "--for", "1h", "--reason", "x"),
     ("coverage",), ("coverage", "gpu-001"), ("limits",), ("limits", "suggest", "gpu_missing"),
+    ("bench",), ("bench", "history", "gpu-001"), ("bench", "compare", "gpu-001"), ("bench", "baseline"),
     ("explain", "INC-1"), ("explain", "xid", "79"), ("sql", "select 1 as node"), ("version",),
 ]  # fmt: skip
 
@@ -119,6 +126,9 @@ VERBS = [
 def test_every_field_is_in_the_page(seed: Seed, run: Run, words: tuple[str, ...]) -> None:
     seed.node("gpu-001", lost=[3])
     seed.job("gpu-001", "41778", range(8))
+    seed.bench("gpu-001", 0, 55.0)
+    seed.baseline("gpu-001", 0, 55.0)
+    seed.limits()
     seed.finding(
         "gpu_missing",
         "gpu-001",

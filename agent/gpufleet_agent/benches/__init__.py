@@ -64,7 +64,7 @@ METRICS = (
     Metric("gpu_seconds", _F, Unit.SECOND, _G, "Time the card was kept from others.", 0, 1e6),
     Metric("lease", _S, Unit.TEXT, _ST, "The collector's lease it ran under; empty when scheduled."),
     Metric("driver", _S, Unit.TEXT, _ST, "Driver version."),
-    Metric("link", _S, Unit.TEXT, _ST, "Link it went over: pcie4x16; between cards with both places: nvlink:1b:00>43:00."),
+    Metric("link", _S, Unit.TEXT, _ST, "Link it went over, by what it can do: pcie4x16; between cards with both places: nvlink:1b:00>43:00."),
     Metric("temperature_c", _F, Unit.CELSIUS, _G, "Of the card afterwards.", -40, 150),
     Metric("power_w", _F, Unit.WATT, _G, "Of the card afterwards.", 0, 3000),
     Metric("sm_clock_mhz", _F, Unit.MHZ, _G, "Of the card afterwards.", 0, 5000),

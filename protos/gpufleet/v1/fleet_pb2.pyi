@@ -929,6 +929,228 @@ class SuggestLimitsResponse(google.protobuf.message.Message):
 Global___SuggestLimitsResponse: typing_extensions.TypeAlias = SuggestLimitsResponse
 
 @typing.final
+class ListBenchesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListBenchesRequest: typing_extensions.TypeAlias = ListBenchesRequest
+
+@typing.final
+class ListBenchesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ListBenchesResponse: typing_extensions.TypeAlias = ListBenchesResponse
+
+@typing.final
+class RunBenchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    BENCHES_FIELD_NUMBER: builtins.int
+    GPU_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    gpu: builtins.str
+    """Index, UUID, serial or PCI address of one card of the node; empty = all."""
+    author: builtins.str
+    @property
+    def benches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Empty = the quick ones."""
+
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        benches: collections.abc.Iterable[builtins.str] | None = ...,
+        gpu: builtins.str = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "benches", b"benches", "gpu", b"gpu", "node", b"node"]) -> None: ...
+
+Global___RunBenchRequest: typing_extensions.TypeAlias = RunBenchRequest
+
+@typing.final
+class RunBenchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    progress: builtins.str
+    """One line about how it gets on; the document comes last."""
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+        progress: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json", "progress", b"progress"]) -> None: ...
+
+Global___RunBenchResponse: typing_extensions.TypeAlias = RunBenchResponse
+
+@typing.final
+class GetBenchHistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: builtins.int
+    BENCH_FIELD_NUMBER: builtins.int
+    SINCE_S_FIELD_NUMBER: builtins.int
+    subject: builtins.str
+    """A node, or a card by any of its names."""
+    bench: builtins.str
+    """Empty = every bench."""
+    since_s: builtins.float
+    """How far back, seconds; 0 = a week."""
+    def __init__(
+        self,
+        *,
+        subject: builtins.str = ...,
+        bench: builtins.str = ...,
+        since_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "since_s", b"since_s", "subject", b"subject"]) -> None: ...
+
+Global___GetBenchHistoryRequest: typing_extensions.TypeAlias = GetBenchHistoryRequest
+
+@typing.final
+class GetBenchHistoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___GetBenchHistoryResponse: typing_extensions.TypeAlias = GetBenchHistoryResponse
+
+@typing.final
+class CompareBenchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    subject: builtins.str
+    """A node, or a card model."""
+    by: builtins.str
+    """Worst first by "percent" or by "z"; empty = percent."""
+    def __init__(
+        self,
+        *,
+        subject: builtins.str = ...,
+        by: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "subject", b"subject"]) -> None: ...
+
+Global___CompareBenchRequest: typing_extensions.TypeAlias = CompareBenchRequest
+
+@typing.final
+class CompareBenchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___CompareBenchResponse: typing_extensions.TypeAlias = CompareBenchResponse
+
+@typing.final
+class ListBaselinesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: builtins.int
+    subject: builtins.str
+    """A node, or a card by any of its names; empty = every node."""
+    def __init__(
+        self,
+        *,
+        subject: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["subject", b"subject"]) -> None: ...
+
+Global___ListBaselinesRequest: typing_extensions.TypeAlias = ListBaselinesRequest
+
+@typing.final
+class ListBaselinesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___ListBaselinesResponse: typing_extensions.TypeAlias = ListBaselinesResponse
+
+@typing.final
+class AcceptBaselinesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: builtins.int
+    BENCH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
+    subject: builtins.str
+    """A node, or a card by any of its names."""
+    bench: builtins.str
+    """Empty = every bench."""
+    reason: builtins.str
+    force: builtins.bool
+    """Also while a finding says that it is slower than it was."""
+    author: builtins.str
+    def __init__(
+        self,
+        *,
+        subject: builtins.str = ...,
+        bench: builtins.str = ...,
+        reason: builtins.str = ...,
+        force: builtins.bool = ...,
+        author: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "bench", b"bench", "force", b"force", "reason", b"reason", "subject", b"subject"]) -> None: ...
+
+Global___AcceptBaselinesRequest: typing_extensions.TypeAlias = AcceptBaselinesRequest
+
+@typing.final
+class AcceptBaselinesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.bytes
+    def __init__(
+        self,
+        *,
+        json: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["json", b"json"]) -> None: ...
+
+Global___AcceptBaselinesResponse: typing_extensions.TypeAlias = AcceptBaselinesResponse
+
+@typing.final
 class RunSqlRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

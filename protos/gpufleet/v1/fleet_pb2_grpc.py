@@ -154,6 +154,36 @@ class FleetServiceStub(object):
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.SerializeToString,
                 response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.FromString,
                 _registered_method=True)
+        self.ListBenches = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ListBenches',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListBenchesRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListBenchesResponse.FromString,
+                _registered_method=True)
+        self.RunBench = channel.unary_stream(
+                '/gpufleet.v1.FleetService/RunBench',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.RunBenchRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.RunBenchResponse.FromString,
+                _registered_method=True)
+        self.GetBenchHistory = channel.unary_stream(
+                '/gpufleet.v1.FleetService/GetBenchHistory',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryResponse.FromString,
+                _registered_method=True)
+        self.CompareBench = channel.unary_stream(
+                '/gpufleet.v1.FleetService/CompareBench',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.CompareBenchRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.CompareBenchResponse.FromString,
+                _registered_method=True)
+        self.ListBaselines = channel.unary_stream(
+                '/gpufleet.v1.FleetService/ListBaselines',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesResponse.FromString,
+                _registered_method=True)
+        self.AcceptBaselines = channel.unary_stream(
+                '/gpufleet.v1.FleetService/AcceptBaselines',
+                request_serializer=gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesRequest.SerializeToString,
+                response_deserializer=gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesResponse.FromString,
+                _registered_method=True)
         self.RunSql = channel.unary_stream(
                 '/gpufleet.v1.FleetService/RunSql',
                 request_serializer=gpufleet_dot_v1_dot_fleet__pb2.RunSqlRequest.SerializeToString,
@@ -328,6 +358,48 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBenches(self, request, context):
+        """Benches of every node: what was measured when, what it took, which suspects are measured again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RunBench(self, request, context):
+        """Have an agent run benches now; says how it gets on, then gives the document. Who goes away ends nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBenchHistory(self, request, context):
+        """Every run on a node or card, beside its baseline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompareBench(self, request, context):
+        """The newest results of a node's cards or of a model's, each beside its own past, its host and its peers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBaselines(self, request, context):
+        """What is learned, frozen or accepted as normal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcceptBaselines(self, request, context):
+        """Take what benches show now as normal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RunSql(self, request, context):
         """One read-only SELECT inside the collector.
         """
@@ -457,6 +529,36 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.SuggestLimits,
                     request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.FromString,
                     response_serializer=gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.SerializeToString,
+            ),
+            'ListBenches': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBenches,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListBenchesRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListBenchesResponse.SerializeToString,
+            ),
+            'RunBench': grpc.unary_stream_rpc_method_handler(
+                    servicer.RunBench,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.RunBenchRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.RunBenchResponse.SerializeToString,
+            ),
+            'GetBenchHistory': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetBenchHistory,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryResponse.SerializeToString,
+            ),
+            'CompareBench': grpc.unary_stream_rpc_method_handler(
+                    servicer.CompareBench,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.CompareBenchRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.CompareBenchResponse.SerializeToString,
+            ),
+            'ListBaselines': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBaselines,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesResponse.SerializeToString,
+            ),
+            'AcceptBaselines': grpc.unary_stream_rpc_method_handler(
+                    servicer.AcceptBaselines,
+                    request_deserializer=gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesRequest.FromString,
+                    response_serializer=gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesResponse.SerializeToString,
             ),
             'RunSql': grpc.unary_stream_rpc_method_handler(
                     servicer.RunSql,
@@ -1112,6 +1214,168 @@ class FleetService(object):
             '/gpufleet.v1.FleetService/SuggestLimits',
             gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsRequest.SerializeToString,
             gpufleet_dot_v1_dot_fleet__pb2.SuggestLimitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBenches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ListBenches',
+            gpufleet_dot_v1_dot_fleet__pb2.ListBenchesRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ListBenchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunBench(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/RunBench',
+            gpufleet_dot_v1_dot_fleet__pb2.RunBenchRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.RunBenchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBenchHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/GetBenchHistory',
+            gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.GetBenchHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompareBench(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/CompareBench',
+            gpufleet_dot_v1_dot_fleet__pb2.CompareBenchRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.CompareBenchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBaselines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/ListBaselines',
+            gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.ListBaselinesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptBaselines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpufleet.v1.FleetService/AcceptBaselines',
+            gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesRequest.SerializeToString,
+            gpufleet_dot_v1_dot_fleet__pb2.AcceptBaselinesResponse.FromString,
             options,
             channel_credentials,
             insecure,

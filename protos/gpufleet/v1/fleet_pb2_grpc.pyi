@@ -411,6 +411,102 @@ _FleetServiceSuggestLimitsType = typing_extensions.TypeVar(
     ],
 )
 
+_FleetServiceListBenchesType = typing_extensions.TypeVar(
+    '_FleetServiceListBenchesType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBenchesRequest,
+        gpufleet.v1.fleet_pb2.ListBenchesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBenchesRequest,
+        gpufleet.v1.fleet_pb2.ListBenchesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBenchesRequest,
+        gpufleet.v1.fleet_pb2.ListBenchesResponse,
+    ],
+)
+
+_FleetServiceRunBenchType = typing_extensions.TypeVar(
+    '_FleetServiceRunBenchType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.RunBenchRequest,
+        gpufleet.v1.fleet_pb2.RunBenchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.RunBenchRequest,
+        gpufleet.v1.fleet_pb2.RunBenchResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.RunBenchRequest,
+        gpufleet.v1.fleet_pb2.RunBenchResponse,
+    ],
+)
+
+_FleetServiceGetBenchHistoryType = typing_extensions.TypeVar(
+    '_FleetServiceGetBenchHistoryType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+        gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+        gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+        gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+    ],
+)
+
+_FleetServiceCompareBenchType = typing_extensions.TypeVar(
+    '_FleetServiceCompareBenchType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.CompareBenchRequest,
+        gpufleet.v1.fleet_pb2.CompareBenchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.CompareBenchRequest,
+        gpufleet.v1.fleet_pb2.CompareBenchResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.CompareBenchRequest,
+        gpufleet.v1.fleet_pb2.CompareBenchResponse,
+    ],
+)
+
+_FleetServiceListBaselinesType = typing_extensions.TypeVar(
+    '_FleetServiceListBaselinesType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+        gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+        gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+        gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+    ],
+)
+
+_FleetServiceAcceptBaselinesType = typing_extensions.TypeVar(
+    '_FleetServiceAcceptBaselinesType',
+    grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+        gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+        gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+        gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
+    ],
+)
+
 _FleetServiceRunSqlType = typing_extensions.TypeVar(
     '_FleetServiceRunSqlType',
     grpc.UnaryStreamMultiCallable[
@@ -427,7 +523,7 @@ _FleetServiceRunSqlType = typing_extensions.TypeVar(
     ],
 )
 
-class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceActOnIncidentsType, _FleetServiceReportIncidentsType, _FleetServiceListSilencesType, _FleetServiceAddSilenceType, _FleetServiceEndSilencesType, _FleetServiceListMaintenanceType, _FleetServiceStartMaintenanceType, _FleetServiceEndMaintenanceType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceReplayType, _FleetServiceGetCoverageType, _FleetServiceListLimitsType, _FleetServiceSuggestLimitsType, _FleetServiceRunSqlType]):
+class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetServiceGetStatusType, _FleetServiceGetNodeType, _FleetServiceGetGpuType, _FleetServiceGetJobType, _FleetServiceListIncidentsType, _FleetServiceGetIncidentType, _FleetServiceActOnIncidentsType, _FleetServiceReportIncidentsType, _FleetServiceListSilencesType, _FleetServiceAddSilenceType, _FleetServiceEndSilencesType, _FleetServiceListMaintenanceType, _FleetServiceStartMaintenanceType, _FleetServiceEndMaintenanceType, _FleetServiceListInventoryType, _FleetServiceDiffInventoryType, _FleetServiceAcceptInventoryType, _FleetServiceImportInventoryType, _FleetServiceExplainType, _FleetServiceReplayType, _FleetServiceGetCoverageType, _FleetServiceListLimitsType, _FleetServiceSuggestLimitsType, _FleetServiceListBenchesType, _FleetServiceRunBenchType, _FleetServiceGetBenchHistoryType, _FleetServiceCompareBenchType, _FleetServiceListBaselinesType, _FleetServiceAcceptBaselinesType, _FleetServiceRunSqlType]):
     @typing.overload
     def __init__(self: FleetServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -525,6 +621,30 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
             gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListBenchesRequest,
+            gpufleet.v1.fleet_pb2.ListBenchesResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.RunBenchRequest,
+            gpufleet.v1.fleet_pb2.RunBenchResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+            gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.CompareBenchRequest,
+            gpufleet.v1.fleet_pb2.CompareBenchResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+            gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+            gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.RunSqlRequest,
@@ -631,6 +751,30 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
             gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListBenchesRequest,
+            gpufleet.v1.fleet_pb2.ListBenchesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.RunBenchRequest,
+            gpufleet.v1.fleet_pb2.RunBenchResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+            gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.CompareBenchRequest,
+            gpufleet.v1.fleet_pb2.CompareBenchResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+            gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+            gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
             gpufleet.v1.fleet_pb2.RunSqlRequest,
             gpufleet.v1.fleet_pb2.RunSqlResponse,
         ],
@@ -704,6 +848,24 @@ class FleetServiceStub(typing.Generic[_FleetServiceGetVersionType, _FleetService
 
     SuggestLimits: _FleetServiceSuggestLimitsType
     """Limits of one rule that the fleet's own data suggest; changes nothing."""
+
+    ListBenches: _FleetServiceListBenchesType
+    """Benches of every node: what was measured when, what it took, which suspects are measured again."""
+
+    RunBench: _FleetServiceRunBenchType
+    """Have an agent run benches now; says how it gets on, then gives the document. Who goes away ends nothing."""
+
+    GetBenchHistory: _FleetServiceGetBenchHistoryType
+    """Every run on a node or card, beside its baseline."""
+
+    CompareBench: _FleetServiceCompareBenchType
+    """The newest results of a node's cards or of a model's, each beside its own past, its host and its peers."""
+
+    ListBaselines: _FleetServiceListBaselinesType
+    """What is learned, frozen or accepted as normal."""
+
+    AcceptBaselines: _FleetServiceAcceptBaselinesType
+    """Take what benches show now as normal."""
 
     RunSql: _FleetServiceRunSqlType
     """One read-only SELECT inside the collector."""
@@ -804,6 +966,30 @@ FleetServiceAsyncStub: typing_extensions.TypeAlias = FleetServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.SuggestLimitsRequest,
         gpufleet.v1.fleet_pb2.SuggestLimitsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBenchesRequest,
+        gpufleet.v1.fleet_pb2.ListBenchesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.RunBenchRequest,
+        gpufleet.v1.fleet_pb2.RunBenchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+        gpufleet.v1.fleet_pb2.GetBenchHistoryResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.CompareBenchRequest,
+        gpufleet.v1.fleet_pb2.CompareBenchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+        gpufleet.v1.fleet_pb2.ListBaselinesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+        gpufleet.v1.fleet_pb2.AcceptBaselinesResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         gpufleet.v1.fleet_pb2.RunSqlRequest,
@@ -1000,6 +1186,54 @@ class FleetServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.SuggestLimitsResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.SuggestLimitsResponse]]:
         """Limits of one rule that the fleet's own data suggest; changes nothing."""
+
+    @abc.abstractmethod
+    def ListBenches(
+        self,
+        request: gpufleet.v1.fleet_pb2.ListBenchesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ListBenchesResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ListBenchesResponse]]:
+        """Benches of every node: what was measured when, what it took, which suspects are measured again."""
+
+    @abc.abstractmethod
+    def RunBench(
+        self,
+        request: gpufleet.v1.fleet_pb2.RunBenchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.RunBenchResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.RunBenchResponse]]:
+        """Have an agent run benches now; says how it gets on, then gives the document. Who goes away ends nothing."""
+
+    @abc.abstractmethod
+    def GetBenchHistory(
+        self,
+        request: gpufleet.v1.fleet_pb2.GetBenchHistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.GetBenchHistoryResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.GetBenchHistoryResponse]]:
+        """Every run on a node or card, beside its baseline."""
+
+    @abc.abstractmethod
+    def CompareBench(
+        self,
+        request: gpufleet.v1.fleet_pb2.CompareBenchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.CompareBenchResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.CompareBenchResponse]]:
+        """The newest results of a node's cards or of a model's, each beside its own past, its host and its peers."""
+
+    @abc.abstractmethod
+    def ListBaselines(
+        self,
+        request: gpufleet.v1.fleet_pb2.ListBaselinesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.ListBaselinesResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.ListBaselinesResponse]]:
+        """What is learned, frozen or accepted as normal."""
+
+    @abc.abstractmethod
+    def AcceptBaselines(
+        self,
+        request: gpufleet.v1.fleet_pb2.AcceptBaselinesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gpufleet.v1.fleet_pb2.AcceptBaselinesResponse], collections.abc.AsyncIterator[gpufleet.v1.fleet_pb2.AcceptBaselinesResponse]]:
+        """Take what benches show now as normal."""
 
     @abc.abstractmethod
     def RunSql(

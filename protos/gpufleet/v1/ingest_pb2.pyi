@@ -144,22 +144,26 @@ class StreamRequest(google.protobuf.message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     DIRECTIVE_RESULT_FIELD_NUMBER: builtins.int
+    DIRECTIVE_PROGRESS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello: ...
     @property
     def batch(self) -> Global___Batch: ...
     @property
     def directive_result(self) -> Global___DirectiveResult: ...
+    @property
+    def directive_progress(self) -> Global___DirectiveProgress: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         batch: Global___Batch | None = ...,
         directive_result: Global___DirectiveResult | None = ...,
+        directive_progress: Global___DirectiveProgress | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["batch", b"batch", "directive_result", b"directive_result", "hello", b"hello", "kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "directive_result", b"directive_result", "hello", b"hello", "kind", b"kind"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "batch", "directive_result"] | None: ...
+    def HasField(self, field_name: typing.Literal["batch", b"batch", "directive_progress", b"directive_progress", "directive_result", b"directive_result", "hello", b"hello", "kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "directive_progress", b"directive_progress", "directive_result", b"directive_result", "hello", b"hello", "kind", b"kind"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "batch", "directive_result", "directive_progress"] | None: ...
 
 Global___StreamRequest: typing_extensions.TypeAlias = StreamRequest
 
@@ -774,16 +778,40 @@ class DirectiveResult(google.protobuf.message.Message):
     ID_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
     id: builtins.str
     outcome: Global___Outcome.ValueType
     message: builtins.str
+    rows: builtins.int
+    """Rows that come, or came, in a batch because of it; 0 also from an agent that does not say."""
     def __init__(
         self,
         *,
         id: builtins.str = ...,
         outcome: Global___Outcome.ValueType = ...,
         message: builtins.str = ...,
+        rows: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "message", b"message", "outcome", b"outcome"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "message", b"message", "outcome", b"outcome", "rows", b"rows"]) -> None: ...
 
 Global___DirectiveResult: typing_extensions.TypeAlias = DirectiveResult
+
+@typing.final
+class DirectiveProgress(google.protobuf.message.Message):
+    """How a directive that takes its time gets on, before its result. For people: one line."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "text", b"text"]) -> None: ...
+
+Global___DirectiveProgress: typing_extensions.TypeAlias = DirectiveProgress

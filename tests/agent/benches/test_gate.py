@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpufleet.metric import Cell, Null, Reason, Row
+from gpufleet_agent.budget import HOUR_S
 from gpufleet_agent.drivers import DriverError, Gpu, Lost, Ring
 from gpufleet_agent.drivers.sysfs import SysfsHost
 from gpufleet_agent.gate import Gate, Lock, Preempted, Rules, Sight, Stop, TooLong, ask
-from gpufleet_agent.rota import HOUR_S, Rota
+from gpufleet_agent.rota import Rota
 
 GIB = 1 << 30
 OUT = "a bench would keep a job out"

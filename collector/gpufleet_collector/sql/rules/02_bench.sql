@@ -58,6 +58,8 @@ group by m.model, e.bench, e.convention, e.link;
 --   c         the median d of its peers: same model and key on other hosts, same driver where there are enough; NULL = too few
 --   net       d less what the peers lost too: what hit all is not this card
 --   s, down   its scatter as a part of the value; whether net is below the gate
+--   correlated  the newest run was asked for less than five minutes after another: what disturbed that one may still be
+--             there, so that it is no evidence of its own
 --   host_down half of the cards of its host, and at least two, are down in this round: that is the host's trouble
 create or replace macro bench_series(as_of) as table
 with lim as (
@@ -73,13 +75,16 @@ run as (
            max(ts) filter (good) as ok_at, max_by(value, ts) filter (good) as value,
            arg_max_null(spread, ts) filter (good) as run_spread,
            coalesce(arg_max_null(driver, ts) filter (good), '') as driver,
+           coalesce(arg_max_null(lease, ts) filter (good), '') <> '' as asked,
+           max(ts, 2) filter (good) as last2,
            max_by(value, ts, 7) filter (good and value > 0) as last7
     from (select *, status = 'ok' and value is not null as good from bench_samples()
           where ts > as_of - interval 7 day and ts <= as_of)
     group by node, entity, bench, version, convention, params_hash, link
 ),
 keyed as (
-    select *, bench_key(bench, version, convention, params_hash, link) as key, unit in ('us', 'ms', 's') as less_is_better
+    select *, bench_key(bench, version, convention, params_hash, link) as key, unit in ('us', 'ms', 's') as less_is_better,
+           asked and len(last2) = 2 and last2[1] < last2[2] + interval 5 minute as correlated
     from run
 ),
 thing as (
@@ -88,7 +93,7 @@ thing as (
     select node, entity, '' from run where entity not like 'gpu:%'
 ),
 series as (
-    select t.node, t.entity, t.model, r.* exclude (node, entity), l.* exclude (node, model),
+    select t.node, t.entity, t.model, r.* exclude (node, entity, last2), l.* exclude (node, model),
            b.value as base, b.spread as base_spread, b.n as base_n, b.state as base_state, b.epoch as base_epoch,
            r.ok_at > as_of - to_hours(l.stale_hours::bigint)  as current,
            r.ok_at > as_of - to_hours(l.peer_hours::bigint)   as recent,
@@ -133,11 +138,12 @@ judged as (
 ),
 host as (
     select node, model, key, count(*) as n, count(*) filter (down) as n_down, median(net) as net,
-           min_by(ok_at, entity) as ok_at, min_by(ok_at, entity) filter (down) as down_at
+           min_by(ok_at, entity) as ok_at, min_by(ok_at, entity) filter (down) as down_at, bool_or(asked) as asked
     from judged where d is not null and recent and entity like 'gpu:%'
     group by node, model, key
 )
 select j.*, h.n as host_n, h.n_down as host_n_down, h.net as host_net, h.ok_at as host_ok_at, h.down_at as host_down_at,
+       h.asked as host_asked,
        j.entity like 'gpu:%' and coalesce(h.n_down >= greatest(2, (h.n + 1) // 2), false) as host_down
 from judged j
 left join host h on h.node = j.node and h.model = j.model and h.key = j.key;

@@ -26,7 +26,8 @@ stale_hours   = { value = 48,   source = "older results say nothing about now" }
 --   slower       well below its own baseline, less what its peers lost in the same hours
 --   drifting     a smaller loss that lasts: a sum of what each run lost, where no single run weighs much
 --   below_peers  a card without a baseline, far under its peers
--- Runs that were skipped, preempted or failed are no evidence. What half the cards of a host show at once is the host's
+-- Runs that were skipped, preempted or failed are no evidence, nor is one that somebody asked for less than five minutes after
+-- another. What half the cards of a host show at once is the host's
 -- (bandwidth_regression_host), what all cards show is the fleet's (bandwidth_regression_fleet).
 create or replace macro find_bandwidth_regression(as_of) as table
 with series as (
@@ -71,6 +72,8 @@ past as (
     join bench_samples() r on r.node = c.node and r.entity = c.entity
     where r.ts > as_of - interval 7 day and r.ts <= as_of and r.status = 'ok' and r.value > 0
       and bench_key(r.bench, r.version, r.convention, r.params_hash, r.link) = c.key
+    qualify coalesce(r.lease, '') = ''
+         or coalesce(r.ts - lag(r.ts) over (partition by c.node, c.entity, c.key order by r.ts) >= interval 5 minute, true)
 ),
 pace as (
     select model, key, greatest(median(gap_s), 1) as gap_s
@@ -151,7 +154,7 @@ select r.node as node, r.entity as entity,
        r.code as code, r.value as observed,
        case r.code when 'below_floor' then r.floor when 'below_peers' then r.peers_value else r.base end as expected,
        r.unit as unit,
-       case when r.rank >= 2 then r.ok_at else coalesce(r.ok_at, r.any_at) end as evidence_at,
+       case when r.correlated then null when r.rank >= 2 then r.ok_at else coalesce(r.ok_at, r.any_at) end as evidence_at,
        case r.code
             when 'no_bench' then 'no benchmark has run'
             when 'no_ok_run' then format('{}: no result for {:.0f} h; last run {}', r.bench, r.stale_hours, r.last_status)
