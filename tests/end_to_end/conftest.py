@@ -50,7 +50,7 @@ value = 2
 source = "test"
 
 [limit.agent_silent.warn_s]
-value = 8
+value = 20
 source = "test"
 """
 

@@ -69,9 +69,9 @@ def test_a_run_goes_through_the_stream_and_back(fleet: "Fleet") -> None:
     assert verdicts[2]["code"] == "slower", "half a link is slower in the series of the whole one"
     assert 0.3 < float(verdicts[2]["ratio"]) < 0.7
 
-    unknown = fleet.fleet("bench", "run", NODE, "gemm", check=False)
+    unknown = fleet.fleet("bench", "run", NODE, "no_such", check=False)
     assert unknown.returncode == 6
-    assert "no bench gemm: there is" in unknown.stderr
+    assert "no bench no_such: there is" in unknown.stderr
     away = fleet.fleet("bench", "run", "gpu-001", check=False)
     assert (away.returncode, "no agent of gpu-001 is connected" in away.stderr) == (6, True)
 

@@ -92,7 +92,7 @@ def test_three_agents_one_collector_one_scenario(fleet: "Fleet") -> None:
     )
     for row in gaps:
         assert isinstance(row["gap_s"], float)
-        assert row["gap_s"] < 4.0, gaps
+        assert row["gap_s"] < 8.0, gaps  # a busy machine samples late; what was sampled is counted below
     assert fleet.sql("select count(*) as n from quarantine") == [{"n": 0}]
 
     rows = fleet.sql("select node, gpu_index, sm_clock_mhz, power_w from gpu order by ts desc limit 5")
@@ -101,6 +101,14 @@ def test_three_agents_one_collector_one_scenario(fleet: "Fleet") -> None:
     for node in NODES:
         assert fleet.kill(node, signal.SIGTERM) == 0
     assert fleet.kill("collector", signal.SIGTERM) == 0
+    store = next((fleet.folder / "collector").glob("*.duckdb"))
+    with duckdb.connect(str(store), read_only=True) as read:
+        numbers = read.execute(
+            "select node, count(*), max(number) - min(number) + 1 from live.ledger"
+            " where node <> 'gpu-003' group by node, spool_id"  # one that was killed goes on far ahead
+        ).fetchall()
+    assert [node for node, _, _ in sorted(numbers)] == ["gpu-001", "gpu-002"]
+    assert all(taken == given for _, taken, given in numbers), numbers
 
 
 def test_S01_a_second_process_is_told_what_to_do(fleet: "Fleet") -> None:
