@@ -1,8 +1,10 @@
 """`make bench-detect`: does the judge find what is wrong with a fleet, and is it quiet about the rest?
 
 `python -m tests.bench.detect` plays two fleets of 100,000 GPU-days together, each in a process, and prints
-one table. The seed comes from the commit, so that nobody can choose it; `--seed N` is for development.
-`--small` is what CI runs. `--hosts` and `--hours` cut it short, and the table says so.
+one table; then stretches of two more fleets for the rules of the sampled probes, and another table (`--part`
+plays one of both). The seed comes from the commit, so that nobody can choose it; `--seed N` is for
+development. `--small` is what CI runs. `--hosts`, `--hours` and `--stretches` cut it short, and the tables
+say so.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from multiprocessing import get_context
 
-from tests.bench.detect import benches
+from tests.bench.detect import benches, probe_report, probes
 from tests.bench.detect.play import play
 from tests.bench.detect.score import FLEET, Score, quantile, together
 from tests.bench.detect.world import CARDS, LEARN_HOURS, SIZES, Assumed, Fault
@@ -25,6 +27,11 @@ ANCHORS = (
     "a simulation of single tests gave per 1,000 GPU-days: one run 5 % below 239 (independent interference);",
     "3 of 4 runs 33.7 and the clipped sum (h = 20) 1.8 (bursts on whole hosts).",
 )
+
+
+SMALL_SEED, SMALL_S = 7, 340
+STRETCH_HOSTS, STRETCH_S = 96, 540
+"""Of the probe rules: so many hosts cost a pass little more than a few; so long a pinned clock takes."""
 
 
 def as_json(total: Score) -> dict[str, object]:
@@ -107,8 +114,44 @@ def main() -> None:
     parser.add_argument(
         "--hours", type=int, default=LEARN_HOURS + 296, help="simulated hours, learning included"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--part", choices=("benches", "probes"), help="only this; without it both")
+    parser.add_argument("--stretches", type=int, default=5, help="of the probe rules, in each process")
+    parser.add_argument("--json", action="store_true", help="one JSON document for each part")
     given = parser.parse_args()
+    if given.part != "probes":
+        _benches(given)
+    if given.part != "benches":
+        _probes(given)
+
+
+def _probes(given: argparse.Namespace) -> None:
+    """The rules of the sampled probes."""
+    began = time.perf_counter()
+    if given.small:
+        total = probes.play(SMALL_SEED, 1, 28, SMALL_S)
+        print(json.dumps(probe_report.as_json(total)) if given.json else "\n".join(probe_report.lines(total)))
+        return
+    seed, name = (given.seed, f"development seed {given.seed}") if given.seed is not None else _commit_seed()
+    with ProcessPoolExecutor(given.fleets, mp_context=get_context("spawn")) as pool:
+        every = [
+            pool.submit(probes.play, seed + number, given.stretches, STRETCH_HOSTS, STRETCH_S, not given.json)
+            for number in range(given.fleets)
+        ]
+        total = probes.together(one.result() for one in every)
+    if given.json:
+        print(json.dumps(probe_report.as_json(total)))
+        return
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    print(f"\n{when}, {os.cpu_count()} cores, {time.perf_counter() - began:.0f} s, seed of {name}")
+    print(
+        f"{given.fleets} x {given.stretches} stretches of {STRETCH_HOSTS} hosts x {CARDS} cards, "
+        f"{STRETCH_S} s, judged from {probes.RUN_IN_S} s on\n"
+    )
+    print("\n".join(probe_report.lines(total)))
+
+
+def _benches(given: argparse.Namespace) -> None:
+    """The rules of the hourly benches."""
     began = time.perf_counter()
     if given.small:
         # four times the interference: else a fleet as small as this meets none

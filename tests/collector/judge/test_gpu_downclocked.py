@@ -220,6 +220,25 @@ def test_one_growth_is_not_a_brake(fleet: "Fleet", judge: Judge) -> None:
     assert [row[2] for row in fleet.findings()] in ([], ["pending"])
 
 
+@pytest.mark.parametrize("util", [95.0, 0.0])
+def test_single_growths_with_clean_samples_between_do_not_add_up(
+    fleet: "Fleet", judge: Judge, util: float
+) -> None:
+    """The minute's own evidence is older than the bad sample, and an idle card has none at all."""
+    card = fleet.add("gpu-001").cards[2]
+    card.util = util
+    fleet.run(65, judge)
+    for counter in ("brake_s", "brake_s", "heat_s", "heat_s"):
+        setattr(card, counter, getattr(card, counter) + 0.3)
+        fleet.run(20, judge)
+        assert [row[2] for row in fleet.findings()] in ([], ["pending"])
+    reports = []
+    for _ in range(2):
+        card.brake_s += 0.3
+        reports += fleet.run(5, judge)
+    assert [len(report.fired) for report in reports] == [0, 1], "two in a row still are one"
+
+
 def test_brake_for_six_of_ten_minutes_is_critical(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
 

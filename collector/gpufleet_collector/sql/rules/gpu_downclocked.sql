@@ -95,6 +95,24 @@ last_sample as (
     left join (select node, gpu_uuid, max_by(brake_s, ts) as brake_s, max_by(heat_s, ts) as heat_s
                from newest group by node, gpu_uuid) n using (node, gpu_uuid)
 ),
+-- The first sample after the last that grew: it ends what one bad sample began, whatever the minute says or when.
+clean as (
+    select node, gpu_uuid, min(ts) filter (ts > grew_at) as clean_at
+    from (
+        select node, gpu_uuid, ts, max(ts) filter (grew) over (partition by node, gpu_uuid) as grew_at
+        from (
+            select node, gpu_uuid, ts,
+                   coalesce(counter_step(hw_brake_s_total, lag(hw_brake_s_total) over w, epoch(ts - lag(ts) over w)) > 0, false)
+                   or coalesce(counter_step(hw_thermal_s_total, lag(hw_thermal_s_total) over w, epoch(ts - lag(ts) over w)) > 0,
+                               false) as grew
+            from gpu semi join (from tally where brake_moved or heat_moved) using (node, gpu_uuid)
+            where ts > as_of - interval 150 second and ts <= as_of
+              and (hw_brake_s_total is not null or hw_thermal_s_total is not null)
+            window w as (partition by node, gpu_uuid, boot_id, driver_epoch order by ts)
+        )
+    )
+    group by node, gpu_uuid
+),
 growing as (select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0),
 -- Ten minutes, minute by minute: growth inside each, and from the last sample of one to the first of the next.
 by_minute as (
@@ -149,7 +167,7 @@ model_peers as (
 ),
 judged as (
     select c.*, m.* exclude (node, gpu_uuid), s.ts as newest_at, s.state, s.brake_s, s.heat_s,
-           greatest(w.brake_s, s.brake_s) as brake_10m, greatest(w.heat_s, s.heat_s) as heat_10m, y.reason as why_null,
+           e.clean_at, greatest(w.brake_s, s.brake_s) as brake_10m, greatest(w.heat_s, s.heat_s) as heat_10m, y.reason as why_null,
            coalesce(c.own, if(h.n >= 5, h.clock, null), if(p.n >= 5, p.clock, null)) as want,
            case when c.own is not null then 'own baseline' when h.n >= 5 then 'cards of its host'
                 when p.n >= 5 then 'cards of its model' end                as against,
@@ -158,6 +176,7 @@ judged as (
     from card c
     left join minute m using (node, gpu_uuid)
     left join last_sample s using (node, gpu_uuid)
+    left join clean e using (node, gpu_uuid)
     left join slowed w using (node, gpu_uuid)
     left join why_null y using (node, entity)
     left join host_peers h using (node, model)
@@ -190,8 +209,9 @@ named as (
 )
 select node, entity,
        case when code in ('no_samples', 'unreadable', 'no_clock')                        then 'unknown'
-            when code in ('hung', 'lost', 'no_utilisation', 'idle', 'no_expectation')    then 'n/a'
+            when code in ('hung', 'lost')                                                then 'n/a'
             when code in ('at_clock', 'power_cap', 'clock_set')                          then 'ok'
+            when code in ('no_utilisation', 'idle', 'no_expectation')  then if(clean_at is null, 'n/a', 'ok')
             when greatest(brake_s, heat_s) > 0                        then if(hw_10m >= hw_share, 'crit', 'warn')
             when ratio < crit_ratio * step                                               then 'crit'
             else 'warn' end                                               as verdict,
@@ -199,7 +219,10 @@ select node, entity,
        if(greatest(brake_s, heat_s) > 0, greatest(brake_10m, heat_10m), clock) as observed,
        if(greatest(brake_s, heat_s) > 0, 0, want)                         as expected,
        if(greatest(brake_s, heat_s) > 0, 's', 'MHz')                      as unit,
-       if(greatest(brake_s, heat_s) > 0, newest_at, coalesce(busy_at, seen_at, newest_at)) as evidence_at,
+       case when greatest(brake_s, heat_s) > 0 then newest_at
+            when code in ('at_clock', 'power_cap', 'clock_set', 'no_utilisation', 'idle', 'no_expectation')
+                 then greatest(coalesce(busy_at, seen_at, newest_at), clean_at)
+            else coalesce(busy_at, seen_at, newest_at) end             as evidence_at,
        case when code = 'no_samples' then 'no samples'
             when greatest(brake_s, heat_s) > 0
                  then format('slowed by hardware ({}) for {:.1f} s of the last 10 minutes',
