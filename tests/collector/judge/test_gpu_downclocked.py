@@ -239,6 +239,19 @@ def test_single_growths_with_clean_samples_between_do_not_add_up(
     assert [len(report.fired) for report in reports] == [0, 1], "two in a row still are one"
 
 
+@pytest.mark.parametrize("util", [95.0, 0.0])
+def test_a_brake_in_every_other_sample_is_one(fleet: "Fleet", judge: Judge, util: float) -> None:
+    card = fleet.add("gpu-001").cards[2]
+    card.util = util
+    fleet.run(65, judge)
+    fired = 0
+    for _ in range(20):
+        card.brake_s += 3.0
+        fired += sum(len(report.fired) for report in fleet.run(10, judge))
+    assert fired == 1
+    assert [row[2] for row in fleet.findings()] == ["firing"]
+
+
 def test_brake_for_six_of_ten_minutes_is_critical(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001").cards[2]
 

@@ -20,6 +20,7 @@ busy_share    = { value = 0.8,  source = "own choice: the start or end of a job 
 warn_ratio    = { value = 0.93, source = "peers under one job differ by less" }
 crit_ratio    = { value = 0.85, source = "a card this slow holds up its job" }
 hw_share      = { value = 0.6,  source = "6 of 10 minutes" }
+mend_share    = { value = 0.05, source = "own choice: slowed for 30 s of ten minutes, a clean sample says nothing" }
 fleet_ratio   = { value = 0.97, source = "own choice: the median of many cards on many hosts does not move by itself" }
 fleet_nodes   = { value = 5,    source = "fewer nodes are no fleet" }
 */
@@ -33,7 +34,7 @@ fleet_nodes   = { value = 5,    source = "fewer nodes are no fleet" }
 create or replace macro find_gpu_downclocked(as_of) as table
 with card as (
     select c.node, c.entity, c.gpu_uuid, c.model, b.value as own,
-           l.busy_pct, l.busy_share, l.warn_ratio, l.crit_ratio, l.hw_share, l.window_s, l.fleet_ratio, l.fleet_nodes,
+           l.busy_pct, l.busy_share, l.warn_ratio, l.crit_ratio, l.hw_share, l.mend_share, l.window_s, l.fleet_ratio, l.fleet_nodes,
            floor((epoch(as_of) - l.settle_s) / l.window_s) * l.window_s as until_s
     from card_list(as_of) c
     join limits_gpu_downclocked l on l.node = c.node and l.model = coalesce(c.model, '')
@@ -95,7 +96,8 @@ last_sample as (
     left join (select node, gpu_uuid, max_by(brake_s, ts) as brake_s, max_by(heat_s, ts) as heat_s
                from newest group by node, gpu_uuid) n using (node, gpu_uuid)
 ),
--- The first sample after the last that grew: it ends what one bad sample began, whatever the minute says or when.
+-- The first sample after the last that grew: it ends what one bad sample began, whatever the minute says or when; not
+-- on a card that is slowed again and again (mend_share).
 clean as (
     select node, gpu_uuid, min(ts) filter (ts > grew_at) as clean_at
     from (
@@ -113,7 +115,11 @@ clean as (
     )
     group by node, gpu_uuid
 ),
-growing as (select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0),
+growing as (
+    select node, gpu_uuid from last_sample where brake_s > 0 or heat_s > 0
+    union
+    select node, gpu_uuid from clean where clean_at is not null
+),
 -- Ten minutes, minute by minute: growth inside each, and from the last sample of one to the first of the next.
 by_minute as (
     select node, gpu_uuid, boot_id, driver_epoch, min(ts) as from_at, max(ts) as to_at,
@@ -186,6 +192,7 @@ judged as (
 named as (
     select *,
            greatest(brake_10m, heat_10m) / 600                            as hw_10m,
+           coalesce(greatest(brake_10m, heat_10m), 0) / 600 < mend_share  as mends,
            clock / want                                                   as ratio,
            case when newest_at is null                                    then 'no_samples'
                 when brake_s > 0                                          then 'power_brake'
@@ -211,7 +218,7 @@ select node, entity,
        case when code in ('no_samples', 'unreadable', 'no_clock')                        then 'unknown'
             when code in ('hung', 'lost')                                                then 'n/a'
             when code in ('at_clock', 'power_cap', 'clock_set')                          then 'ok'
-            when code in ('no_utilisation', 'idle', 'no_expectation')  then if(clean_at is null, 'n/a', 'ok')
+            when code in ('no_utilisation', 'idle', 'no_expectation')  then if(clean_at is not null and mends, 'ok', 'n/a')
             when greatest(brake_s, heat_s) > 0                        then if(hw_10m >= hw_share, 'crit', 'warn')
             when ratio < crit_ratio * step                                               then 'crit'
             else 'warn' end                                               as verdict,
@@ -221,7 +228,7 @@ select node, entity,
        if(greatest(brake_s, heat_s) > 0, 's', 'MHz')                      as unit,
        case when greatest(brake_s, heat_s) > 0 then newest_at
             when code in ('at_clock', 'power_cap', 'clock_set', 'no_utilisation', 'idle', 'no_expectation')
-                 then greatest(coalesce(busy_at, seen_at, newest_at), clean_at)
+                 then greatest(coalesce(busy_at, seen_at, newest_at), if(mends, clean_at, null))
             else coalesce(busy_at, seen_at, newest_at) end             as evidence_at,
        case when code = 'no_samples' then 'no samples'
             when greatest(brake_s, heat_s) > 0
