@@ -132,7 +132,7 @@ def send(
         token: Its token.
         limit: What to send, and by when it must have arrived.
         check: Called at least every tenth of a second; what it raises ends the stream.
-        for_s: No more is sent after this; what was sent by then counts.
+        for_s: No more is sent after this, but the first bytes; what was sent by then counts.
         source: Address of this host to send from; empty = as the routes say.
 
     Raises:
@@ -151,7 +151,7 @@ def send(
         connection.sendall(token)  # into the empty buffer of a new connection
         began = time.perf_counter()
         left = limit.bytes
-        while left and time.perf_counter() - began < for_s:
+        while left and (left == limit.bytes or time.perf_counter() - began < for_s):
             left -= _patiently(connection.send, block[: min(left, BLOCK_BYTES)], until=until, check=check)
         connection.shutdown(socket.SHUT_WR)
         said = b""

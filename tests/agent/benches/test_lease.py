@@ -130,7 +130,10 @@ def test_a_stranger_gets_nothing_and_a_host_that_is_busy_does_not_listen(tmp_pat
         assert answer.outcome == pb.OUTCOME_FAILED
         assert answer.message == "failed: who connected does not have the token"
 
-        answer = await end.obey(send_tcp=send(lease.written(*address)))
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            address = deaf.getsockname()[:2]
+            answer = await end.obey(send_tcp=send(lease.written(*address)))
         assert (answer.outcome, answer.message) == (pb.OUTCOME_FAILED, "1 failed")
         [row] = end.rows()
         assert (row["status"], row["reason"], row["value"]) == ("failed", "Connection refused", None)
