@@ -20,7 +20,7 @@ import msgspec
 
 from gpufleet import log as logs
 from gpufleet.metric import Cell, Null, Reason, Row
-from gpufleet_agent import handover, pipe
+from gpufleet_agent import handover, lease, pipe
 from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
 from gpufleet_agent.budget import ANY
 from gpufleet_agent.drivers import BenchResult, DriverError, DriverGone, Gpu
@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All the process is told at its start, as JSON.
 
     Attributes:
-        bench: Its name.
+        bench: Its name; the order of `lease.NAME` is in the shared memory, for it holds a secret.
         host: How to open the host.
         state_dir: Where a bench may keep a file.
         lock: Path of the lock file.
@@ -79,11 +79,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
 
 
-def run_bench(settings: Settings, progress: SharedProgress | None = None, stop: Stop | None = None) -> Sweep:
-    """Run one bench on everything it is meant for. Never raises: what goes wrong is a row that says so."""
+def run_bench(
+    settings: Settings,
+    progress: SharedProgress | None = None,
+    stop: Stop | None = None,
+    leased: lease.Tcp | None = None,
+) -> Sweep:
+    """Run one bench on everything it is meant for. Never raises: what goes wrong is a row that says so.
+
+    `leased` is the bench where that is one with another host.
+    """
     sweep = Sweep("bench", wall_us(), mono_us(), 0.0, "", [], [])
     began = time.perf_counter()
-    bench = BENCHES[settings.bench]
+    bench: Bench = leased or BENCHES[settings.bench]
     try:
         lock = Lock.take(settings.lock, settings.wait_s)
         try:
@@ -99,7 +107,7 @@ def run_bench(settings: Settings, progress: SharedProgress | None = None, stop: 
         sweep.error = "failed"
         rows = [_row(settings, bench, "node:", _not_run("failed", f"{type(error).__name__}: {error}"))]
     for row in rows:
-        cells, reasons = check_row(METRICS, row)
+        cells, reasons = check_row(METRICS, row | (leased.pair if leased else {}))
         sweep.rows.append(cells)
         sweep.reasons.append(reasons)
     sweep.seconds = time.perf_counter() - began
@@ -361,8 +369,12 @@ def _run_here(settings: Settings) -> None:
     Yielding(stop)
     pipe.end_with_parent(0, end_at_once)
     out = pipe.claim_stdout()
+    leased = None
+    if settings.bench == lease.NAME:
+        order = lease.take(settings.progress_fd)
+        leased = lease.Tcp(order, lambda address: pipe.send(out, pipe.Listening(address)))
     progress = SharedProgress(settings.progress_fd) if settings.progress_fd >= 0 else None
-    pipe.send(out, run_bench(settings, progress, stop))
+    pipe.send(out, run_bench(settings, progress, stop, leased))
 
 
 if __name__ == "__main__":

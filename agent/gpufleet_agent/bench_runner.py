@@ -6,7 +6,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from gpufleet.metric import Value
+from gpufleet_agent import lease as leases
 from gpufleet_agent.bench import TOLD, Settings
 from gpufleet_agent.bench_links import Links
 from gpufleet_agent.benches import BENCHES, METRICS, TOOLS
@@ -14,8 +17,8 @@ from gpufleet_agent.budget import ANY
 from gpufleet_agent.child import Child, module_command
 from gpufleet_agent.gate import DEFAULT, Rules
 from gpufleet_agent.guard import HostSettings
-from gpufleet_agent.measure import params_hash
-from gpufleet_agent.pipe import Message, Skip
+from gpufleet_agent.measure import Bench, params_hash
+from gpufleet_agent.pipe import Listening, Message, Skip
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.rota import Rota
 
@@ -115,8 +118,12 @@ class BenchRunner:
         lease: str = "",
         deadline_s: float = math.inf,
         began: Callable[[], None] = lambda: None,
+        order: leases.Order | None = None,
+        listening: Callable[[str], None] = lambda address: None,
     ) -> Sweep:
         """Run a bench now, or after the one that runs; what it found is delivered, and returned.
+
+        The result of a stream between two hosts is the sender's alone to deliver.
 
         Args:
             bench: Its name.
@@ -124,32 +131,39 @@ class BenchRunner:
             lease: Of the collector; empty when scheduled.
             deadline_s: A run that takes longer is ended.
             began: Called when its turn has come.
+            order: Of `leases.NAME`.
+            listening: Told where the receiver of that listens.
         """
         async with self._one_at_a_time:
             self._stopped = False
             began()
-            self._book(bench, entity)
+            module = leases.Tcp(order) if order else BENCHES[bench]
+            self._book(module, entity)
             most_s = DEADLINE_S + self._tools.get(bench, ((), 0.0))[1]
-            sweep, whole = await self._run(bench, entity, lease, min(max(1.0, deadline_s), most_s))
+            sweep, whole = await self._run(
+                bench, module, entity, lease, min(max(1.0, deadline_s), most_s), order, listening
+            )
             unknown_s = None if whole else sweep.seconds
             asked = bool(entity or lease)
             self._rota.gone(bench, _outcomes(sweep), _peers_s(sweep), asked=asked, unknown_s=unknown_s)
         for row in sweep.rows:
             if row[_LINK]:
                 row[_LINK] = self._links.best(str(row[_ENTITY]), str(row[_LINK]))
+        if order is not None and not order.to:
+            return sweep
         news = self._without_known(sweep, lease)
         if news.rows or news.error:
             self._deliver(news)
         return sweep
 
-    def _book(self, bench: str, entity: str) -> None:
+    def _book(self, bench: Bench, entity: str) -> None:
         """Book what the run may take, in case that the agent does not live to see its end."""
-        if BENCHES[bench].ON != "pair":
-            self._rota.begin(BENCHES[bench].COST_S, entity)
+        if bench.ON != "pair":
+            self._rota.begin(bench.COST_S, entity)
         elif entity:  # it sends to all others
             self._rota.begin(self._rules.gpu_s_per_hour, ANY)
         else:  # each card sends and receives
-            self._rota.begin(2 * BENCHES[bench].COST_S, ANY)
+            self._rota.begin(2 * bench.COST_S, ANY)
 
     def stop(self) -> None:
         """End a bench that runs."""
@@ -158,17 +172,28 @@ class BenchRunner:
             self._child.leave()
             asyncio.get_running_loop().call_later(LEAVE_S, self._child.kill)
 
-    async def _run(self, bench: str, entity: str, lease: str, deadline_s: float) -> tuple[Sweep, bool]:
+    async def _run(
+        self,
+        bench: str,
+        module: Bench,
+        entity: str,
+        lease: str,
+        deadline_s: float,
+        order: leases.Order | None,
+        listening: Callable[[str], None],
+    ) -> tuple[Sweep, bool]:
         """What it found, and whether that says what it took of the cards."""
         skips = self._skips()
-        if BENCHES[bench].ON != "host" and any(skip.pci == "" for skip in skips):
+        if module.ON != "host" and any(skip.pci == "" for skip in skips):
             why = "the driver is released" if any(s.why == "released" for s in skips) else "the driver hangs"
-            return self._own(bench, entity, lease, "skipped", why, 0.0), True
+            return self._own(bench, module, entity, lease, "skipped", why, 0.0), True
         got: list[Sweep] = []
 
         def take(message: Message) -> None:
             if isinstance(message, Sweep):
                 got.append(message)
+            elif isinstance(message, Listening):
+                listening(message.address)
 
         began = time.monotonic()
         try:
@@ -191,9 +216,10 @@ class BenchRunner:
                     deadline_s=self._tools.get(bench, ((), 0.0))[1],
                 ),
                 take,
+                msgspec.json.encode(order) if order else b"",
             )
         except OSError as error:
-            return self._own(bench, entity, lease, "failed", f"cannot start: {error}", 0.0), True
+            return self._own(bench, module, entity, lease, "failed", f"cannot start: {error}", 0.0), True
         self._child = child
         try:
             ended = await child.wait(deadline_s)
@@ -207,7 +233,7 @@ class BenchRunner:
                 call = child.progress.call()
                 where = f" in {call.call}{f' of {call.card}' if call.card else ''}" if call else ""
                 status, why = "hung", f"no result after {seconds:.0f} s{where}"
-            return self._own(bench, entity, lease, status, why, seconds), False
+            return self._own(bench, module, entity, lease, status, why, seconds), False
         finally:
             self._child = None
             child.abandon()
@@ -218,9 +244,10 @@ class BenchRunner:
             await child.wait(1.0)  # a moment, so that it is gone when it can go; one stuck in a driver stays
             child.progress.close()
 
-    def _own(self, bench: str, entity: str, lease: str, status: str, reason: str, seconds: float) -> Sweep:
+    def _own(
+        self, bench: str, module: Bench, entity: str, lease: str, status: str, reason: str, seconds: float
+    ) -> Sweep:
         """A row about a run that gave none itself."""
-        module = BENCHES[bench]
         cells, reasons = check_row(
             METRICS,
             {
@@ -235,6 +262,7 @@ class BenchRunner:
                 "seconds": seconds,
                 "lease": lease,
                 "gpu_seconds": seconds if entity.startswith("gpu:") else 0.0,
+                **(module.pair if isinstance(module, leases.Tcp) else {}),
             },
         )
         return Sweep("bench", wall_us(), mono_us(), seconds, "", [cells], [reasons])
@@ -303,6 +331,13 @@ def _peers_s(sweep: Sweep) -> dict[str, float]:
         if row[_PEER]:
             found[str(row[_PEER])] = found.get(str(row[_PEER]), 0.0) + float(row[_GPU_S] or 0.0)
     return found
+
+
+def outcome(sweep: Sweep) -> tuple[str, str]:
+    """Status and reason of a run that gives one row."""
+    for row in sweep.rows:
+        return str(row[_STATUS]), str(row[_REASON])
+    return "failed", sweep.error or "no result"
 
 
 def statuses(sweep: Sweep) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from gpufleet.tls import Tls
-from gpufleet_agent import labels
+from gpufleet_agent import labels, lease
 from gpufleet_agent.benches import BENCHES, TOOLS
 from gpufleet_agent.gate import Rules
 from gpufleet_agent.probes import PROBES
@@ -47,6 +47,21 @@ class Tool(Periodic, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enabled: bool = False
     command: Annotated[list[str], msgspec.Meta(max_length=256)] = []
     deadline_s: Deadline = 60.0
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[benches.tcp]`: streams between this node and another one, when somebody asks for one.
+
+    Attributes:
+        listen: Address of this host to receive on and to send from; empty = neither.
+        port: To receive on; 0 = the kernel chooses each time.
+    """
+
+    listen: str = ""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+
+
+NOWHERE = Meeting()
 
 
 class Spooling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,9 +124,9 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     node: str = ""
 
 
-def _table(name: str, defaults: Mapping[str, float]) -> type[msgspec.Struct]:
-    """A struct with a `Periodic` per name, so that an error names the whole key (probes.gpu.every_s)."""
-    fields = []
+def _table(name: str, defaults: Mapping[str, float], *more: tuple[str, type, object]) -> type[msgspec.Struct]:
+    """A struct with a `Periodic` per name, and `more`; an error names the whole key (probes.gpu.every_s)."""
+    fields: list[tuple[str, type, object]] = []
     for key, every_s in defaults.items():
         own: list[tuple[str, object, object]] = [("every_s", Every, every_s)]
         tool = TOOLS.get(key)
@@ -126,6 +141,7 @@ def _table(name: str, defaults: Mapping[str, float]) -> type[msgspec.Struct]:
             forbid_unknown_fields=True,
         )
         fields.append((key, one, one()))
+    fields += more
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
@@ -135,11 +151,15 @@ if TYPE_CHECKING:
         """`[probes.<name>]`: one `Periodic` per probe."""
 
     class Benches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        """`[benches.<name>]`: one `Periodic` per bench."""
+        """`[benches.<name>]`: one `Periodic` per bench, and `[benches.tcp]`."""
+
+        tcp: Meeting = NOWHERE
 
 else:
     Probes = _table("Probes", {name: probe.EVERY for name, probe in PROBES.items()})
-    Benches = _table("Benches", {name: bench.EVERY for name, bench in BENCHES.items()})
+    Benches = _table(
+        "Benches", {name: bench.EVERY for name, bench in BENCHES.items()}, (lease.NAME, Meeting, NOWHERE)
+    )
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,6 +215,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise _wrong("simulated.scenario", 'not set: driver = "simulated" needs a scenario file')
         if self.sampler.retry_max_s < self.sampler.retry_s:
             raise _wrong("sampler.retry_max_s", "must not be less than sampler.retry_s")
+        listen = self.benches.tcp.listen
+        if listen and not lease.plain_address(listen):
+            raise _wrong("benches.tcp.listen", f"{listen!r:.80} is no IP address that this one host has")
         for key in ("state_dir", "runtime_dir", "root"):
             if not getattr(self, key).startswith("/"):
                 raise _wrong(key, f"{getattr(self, key)!r:.80} is not an absolute path")

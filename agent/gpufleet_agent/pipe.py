@@ -46,6 +46,16 @@ class KernelNews(msgspec.Struct, array_like=True, frozen=True):
     cursor: str
 
 
+class Listening(msgspec.Struct, array_like=True, frozen=True):
+    """Where a bench waits for its peer.
+
+    Attributes:
+        address: IP:PORT.
+    """
+
+    address: str
+
+
 class Skip(msgspec.Struct, frozen=True):
     """A card that is not touched, usually because a call to it does not return; pci "" = the whole driver.
 
@@ -76,8 +86,14 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
     every_s: float = 0.0
 
 
-Message = Sweep | Inventory | Event | KernelNews
-_KINDS: dict[type, bytes] = {Sweep: b"S", Inventory: b"I", Event: b"E", KernelNews: b"K"}
+Message = Sweep | Inventory | Event | KernelNews | Listening
+_KINDS: dict[type, bytes] = {
+    Sweep: b"S",
+    Inventory: b"I",
+    Event: b"E",
+    KernelNews: b"K",
+    Listening: b"L",
+}
 _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Message]] = {
     kind: msgspec.msgpack.Decoder(of) for of, kind in _KINDS.items()
 }

@@ -129,9 +129,9 @@ class Push:
         """Something was put into the spool."""
         self._wake.set()
 
-    def tell(self, directive: str, text: str) -> None:
-        """Say how a directive gets on; lost when there is no stream."""
-        self._directives.tell(directive, text)
+    def tell(self, directive: str, text: str, listening: str = "") -> None:
+        """Say how a directive gets on, or where it listens; lost when there is no stream."""
+        self._directives.tell(directive, text, listening)
 
     async def run(self) -> None:
         """Connect, send, and connect again; ends only by being cancelled."""
@@ -570,9 +570,9 @@ class _Directives:
         self._said.append(pb.StreamRequest(directive_result=result))
         self._wake.set()
 
-    def tell(self, name: str, text: str) -> None:
-        """Queue how it gets on."""
-        progress = pb.DirectiveProgress(id=name, text=cut(text))
+    def tell(self, name: str, text: str, listening: str = "") -> None:
+        """Queue how it gets on, or where it listens."""
+        progress = pb.DirectiveProgress(id=name, text=cut(text), listening=listening)
         self._said.append(pb.StreamRequest(directive_progress=progress))
         self._wake.set()
 

@@ -446,7 +446,10 @@ class _Life:
         return statuses
 
     async def _obey(self, directive: pb.Directive) -> pb.DirectiveResult:
-        result = pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_UNSUPPORTED)
+        kind = directive.WhichOneof("kind") or "this directive"
+        result = pb.DirectiveResult(
+            id=directive.id, outcome=pb.OUTCOME_UNSUPPORTED, message=f"{kind} is not simulated"
+        )
         if directive.HasField("run_bench"):
             wanted = directive.run_bench
             if wanted.bench not in simulated_benches.UNITS:

@@ -42,7 +42,7 @@ from gpufleet_agent.identity import Identity
 from gpufleet_agent.isolation import Isolation
 from gpufleet_agent.loader import NAME as LOADER_NAME
 from gpufleet_agent.loader import Loaders
-from gpufleet_agent.pipe import Command, Inventory, KernelNews, Message
+from gpufleet_agent.pipe import Command, Inventory, KernelNews, Listening, Message
 from gpufleet_agent.probe import Sweep, check_row, mono_us, wall_us
 from gpufleet_agent.probes import PROBES, agent, loader
 from gpufleet_agent.push import Push, PushSettings
@@ -165,7 +165,12 @@ class Supervisor:
         )
         self.benches = self._bench_runner(host, bench_lock, bench)
         self.directives = Directives(
-            self.benches, self.isolation, self._release, lambda name, text: self.push.tell(name, text)
+            self.benches,
+            self.isolation,
+            self._release,
+            lambda name, text: self.push.tell(name, text),
+            config.benches.tcp,
+            lambda name, address: self.push.tell(name, "", address),
         )
         socket = Path(config.runtime_dir) / CONTROL_NAME
         self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
@@ -442,7 +447,7 @@ class Supervisor:
                 self._take_inventory(message)
             elif isinstance(message, KernelNews):
                 self._take_kernel_news(message)
-            else:
+            elif not isinstance(message, Listening):  # that is the bench runner's
                 self.report(message)
         except Exception as error:
             self._caught("message", error)

@@ -5,7 +5,11 @@ and time. On the wire: the token, then any bytes; at the sender's end of file th
 number of bytes that it got, eight of them in network order.
 """
 
+import errno
 import hmac
+import math
+import os
+import select
 import socket
 import struct
 import time
@@ -20,6 +24,7 @@ BLOCK_BYTES = 1 << 20
 
 _T = TypeVar("_T")
 _LOOK_S = 0.05
+_CONNECT_S = 5.0
 _COUNT = struct.Struct("!Q")
 
 
@@ -58,24 +63,34 @@ class Stream:
         return self.bytes / 1e9 / self.seconds
 
 
-def serve(listener: socket.socket, token: bytes, limit: Limit, check: Check = go_on) -> Stream:
-    """Take one connection and all that it sends. `listener` stays the caller's.
+def serve(
+    listener: socket.socket, token: bytes, limit: Limit, check: Check = go_on, wait_s: float | None = None
+) -> Stream:
+    """Take one connection and all that it sends. Whoever comes second finds `listener` closed.
 
     Args:
         listener: Bound and listening.
         token: `TOKEN_BYTES` bytes, a secret of this one stream.
         limit: What it may be.
         check: Called at least every tenth of a second; what it raises ends the stream.
+        wait_s: So long to wait for the connection, from which then the limit counts; None = within the limit.
 
     Raises:
         Refused: Nobody came in time, or who came had no token, sent too much, or was too slow.
         OSError: The network.
     """
     _must_be_token(token)
-    until = time.monotonic() + limit.seconds
+    now = time.monotonic()
     listener.settimeout(_LOOK_S)
-    connection, _ = _patiently(listener.accept, until=until, check=check)
+    if wait_s is None:
+        until = now + limit.seconds
+        connection, _ = _patiently(listener.accept, until=until, check=check)
+    else:
+        late = f"nobody came within {wait_s:g} s"
+        connection, _ = _patiently(listener.accept, until=now + wait_s, check=check, late=late)
+        until = time.monotonic() + limit.seconds
     with connection:
+        listener.close()
         connection.settimeout(_LOOK_S)
         buffer = memoryview(bytearray(BLOCK_BYTES))
         said = b""
@@ -102,14 +117,23 @@ def serve(listener: socket.socket, token: bytes, limit: Limit, check: Check = go
     return Stream(got, max(ended - began, 1e-9))
 
 
-def send(address: tuple[str, int], token: bytes, limit: Limit, check: Check = go_on) -> Stream:
-    """Connect, and send all bytes of the limit.
+def send(
+    address: tuple[str, int],
+    token: bytes,
+    limit: Limit,
+    check: Check = go_on,
+    for_s: float = math.inf,
+    source: str = "",
+) -> Stream:
+    """Connect, and send all bytes of the limit, or what can be sent in a time.
 
     Args:
-        address: Of the receiver.
+        address: Of the receiver, an IP address and a port; names are not looked up.
         token: Its token.
         limit: What to send, and by when it must have arrived.
         check: Called at least every tenth of a second; what it raises ends the stream.
+        for_s: No more is sent after this, but the first bytes; what was sent by then counts.
+        source: Address of this host to send from; empty = as the routes say.
 
     Raises:
         Refused: It did not arrive in time, or not all of it.
@@ -118,12 +142,16 @@ def send(address: tuple[str, int], token: bytes, limit: Limit, check: Check = go
     _must_be_token(token)
     until = time.monotonic() + limit.seconds
     block = memoryview(bytes(range(256)) * (BLOCK_BYTES // 256))
-    with socket.create_connection(address, timeout=max(0.1, min(limit.seconds, 5.0))) as connection:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        if source:
+            connection.bind((source, 0))
+        _connect(connection, address, min(until, time.monotonic() + _CONNECT_S), check)
         connection.settimeout(_LOOK_S)
         connection.sendall(token)  # into the empty buffer of a new connection
         began = time.perf_counter()
         left = limit.bytes
-        while left:
+        while left and (left == limit.bytes or time.perf_counter() - began < for_s):
             left -= _patiently(connection.send, block[: min(left, BLOCK_BYTES)], until=until, check=check)
         connection.shutdown(socket.SHUT_WR)
         said = b""
@@ -133,18 +161,37 @@ def send(address: tuple[str, int], token: bytes, limit: Limit, check: Check = go
                 raise Refused("the receiver ended without a word")
             said += data
         seconds = time.perf_counter() - began
-    got = _COUNT.unpack(said)[0]
-    if got != limit.bytes:
-        raise Refused(f"{got} of {limit.bytes} bytes arrived")
+    sent, got = limit.bytes - left, _COUNT.unpack(said)[0]
+    if got != sent:
+        raise Refused(f"{got} of {sent} bytes arrived")
     return Stream(got, max(seconds, 1e-9))
 
 
-def _patiently(call: Callable[..., _T], *given: object, until: float, check: Check) -> _T:
+def _connect(connection: socket.socket, address: tuple[str, int], until: float, check: Check) -> None:
+    connection.setblocking(False)
+    code = connection.connect_ex(address)
+    while code == errno.EINPROGRESS:
+        check()
+        if time.monotonic() > until:
+            code = errno.ETIMEDOUT
+        elif select.select((), (connection,), (), _LOOK_S)[1]:
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _patiently(
+    call: Callable[..., _T],
+    *given: object,
+    until: float,
+    check: Check,
+    late: str = "it was not done by its deadline",
+) -> _T:
     """What a call on a socket gives, tried until a time."""
     while True:
         check()
         if time.monotonic() > until:
-            raise Refused("it was not done by its deadline")
+            raise Refused(late)
         try:
             return call(*given)
         except TimeoutError:

@@ -141,7 +141,7 @@ def of_run(
     anything was not measured or has nothing to be compared with; else `good`.
     """
     leases = [answer.lease for answer in answers]
-    found = rows(read, _RUN, {"now": now, "node": node, "leases": leases})
+    found = _try(read, _RUN, {"now": now, "node": node, "leases": leases})
     items = [_judged(row) for row in found]
     told = {str(row["bench"]) for row in items}
     for answer in answers:
@@ -181,7 +181,8 @@ def _nothing(node: str, entity: str, answer: Answer) -> Row:
     return {
         "node": node, "entity": entity or None, "gpu_index": None, "place": node, **empty,
         "bench": answer.bench, "lease": answer.lease, "status": answer.outcome,
-        "reason": answer.message or None, "code": answer.outcome,
+        "reason": (f"{answer.node}: " if answer.node else "") + answer.message or None,
+        "code": answer.outcome,
         "verdict": BAD if answer.outcome == "failed" else UNKNOWN,
     }  # fmt: skip
 

@@ -18,6 +18,7 @@ from gpufleet import WIRE_VERSION
 from gpufleet.v1 import ingest_pb2 as pb
 from gpufleet.v1 import ingest_pb2_grpc
 from gpufleet.wire import MAX_MESSAGE_BYTES
+from gpufleet_collector.bench_runs import Listening
 from gpufleet_collector.clock import Receipt
 from gpufleet_collector.commit import Batch, Denial, Hello, Outcome, Session
 from gpufleet_collector.config import IngestConfig
@@ -296,7 +297,9 @@ class IngestServicer(ingest_pb2_grpc.IngestServiceServicer):
             elif kind == "directive_result":
                 self._hear(stream, request.directive_result.id, request.directive_result)
             elif kind == "directive_progress":
-                self._hear(stream, request.directive_progress.id, request.directive_progress.text[:500])
+                progress = request.directive_progress
+                where = Listening(progress.listening) if progress.listening else progress.text[:500]
+                self._hear(stream, progress.id, where)
             elif kind == "hello":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream has one hello")
             if not self._readable.is_set():

@@ -490,29 +490,43 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         )
 
         def resolve() -> tuple[tuple[str, ...], str]:
+            bench_runs.check_pair(node, request.peer, request.benches, request.gpu)
             with self._store.reader(LIVE) as read:
                 entity = bench_documents.card_of(read, self._now(), node, request.gpu)
+                if request.peer:
+                    bench_documents.card_of(read, self._now(), request.peer, "")
             return bench_runs.check_names(request.benches), entity
 
         benches, entity = await self._try(context, resolve)
+        other: bench_runs.Run | None = None
         try:
-            run = runs.reserve(node, who.name)
+            if request.peer:
+                run, other = runs.reserve_pair(node, request.peer, who.name)
+            else:
+                run = runs.reserve(node, who.name)
         except people.NotNow as error:
             await context.abort(_STATUS[people.NotNow], str(error))
         leases = [bench_runs.new_lease("run") for _ in benches]
         try:
-            await asyncio.to_thread(self._note_run, who, f"{node} {entity}".strip(), benches, leases)
+            target = f"{node} {request.peer or entity}".strip()
+            await asyncio.to_thread(self._note_run, who, target, benches, leases)
         except BaseException:
             runs.release(run)
+            if other is not None:
+                runs.release(other)
             raise
-        runs.start(run, entity, benches, leases)
+        if other is not None:
+            runs.start_pair(run, other, leases[0])
+        else:
+            runs.start(run, entity, benches, leases)
         async for line in run.progress():
             yield fleet_pb2.RunBenchResponse(progress=line)
         for answer in run.answers:
+            agent = answer.node or node
             if answer.outcome == "unsupported":
                 await context.abort(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    f"the agent of {node} cannot run bench {answer.bench}: {answer.message}"
+                    f"the agent of {agent} cannot run bench {answer.bench}: {answer.message}"
                     "\nit may be older than this collector: see fleet node",
                 )
             if answer.outcome == "silent":
@@ -522,7 +536,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
             if answer.outcome == "refused" and not answer.rows:
                 await context.abort(
-                    grpc.StatusCode.FAILED_PRECONDITION, f"the agent of {node} refused: {answer.message}"
+                    grpc.StatusCode.FAILED_PRECONDITION, f"the agent of {agent} refused: {answer.message}"
                 )
         await self._until_stored(run.answers)
         async for part in self._document(

@@ -10,6 +10,7 @@ import pytest
 from click.testing import Result
 
 from gpufleet.v1 import ingest_pb2 as pb
+from gpufleet_collector.bench_runs import Listening
 from gpufleet_collector.store import LIVE
 
 if TYPE_CHECKING:
@@ -179,6 +180,10 @@ def test_a_slow_state_is_not_accepted_unless_forced(seed: "Seed", run: Run) -> N
         (("run", "gpu-001", "--gpu", "17"), 5, "no card 'gpu-001/17'"),
         (("run", "gpu-001", "rm -rf /"), 5, "no bench 'rm -rf /'"),
         (("run", "gpu-001", "-w"), 2, "not watched"),
+        (("run", "gpu-001", "tcp"), 2, "give --peer NODE"),
+        (("run", "gpu-001", "--peer", "gpu-002"), 2, "only tcp goes to another node"),
+        (("run", "gpu-001", "tcp", "--peer", "gpu-404"), 5, "no node 'gpu-404'"),
+        (("run", "gpu-001", "tcp", "--peer", "gpu-001"), 2, "no peer of itself"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -248,3 +253,30 @@ def test_what_an_agent_does_not_do_is_one_line(
     result = run("bench", "run", "gpu-001", "gemm")
     assert result.exit_code == 6
     assert text in result.output
+
+
+def test_a_stream_to_another_node_is_the_senders(seed: "Seed", run: Run) -> None:
+    fleet(seed, 2)
+
+    def receiver(node: str, directive: pb.Directive) -> list[str | pb.DirectiveResult]:
+        assert directive.receive_tcp.peer == "gpu-001"
+        done = pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_DONE, message="ok")
+        return ["tcp: runs", Listening("192.0.2.2:40001"), done]
+
+    def sender(node: str, directive: pb.Directive) -> list[str | pb.DirectiveResult]:
+        wanted = directive.send_tcp
+        assert (wanted.peer, wanted.address) == ("gpu-002", "192.0.2.2:40001")
+        more = {"lease": wanted.lease, "bench": "tcp", "peer": "gpu-002", "link": "tcp:gpu-002"}
+        seed.bench(node, None, 11.7, 0.5, convention="one_stream", **more)
+        return [pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_DONE, message="1 ok", rows=1)]
+
+    seed.agents.say |= {"gpu-001": sender, "gpu-002": receiver}
+    done = run("bench", "run", "gpu-001", "tcp", "--peer", "gpu-002")
+    same("pair", done, 12)
+    assert done.stderr == (
+        "gpu-001: gpu-002: tcp: queued\ngpu-001: gpu-002: tcp: runs\ngpu-001: tcp: queued\n"
+    )
+    [(actor, verb, target, args)] = audit(seed)
+    assert (actor, verb, target) == ("ana", "bench run", "gpu-001 gpu-002")
+    assert json.loads(str(args)).keys() <= {"benches", "leases", "claimed"}
+    assert "tcp > gpu-002" in run("bench", "history", "gpu-001", "tcp").stdout

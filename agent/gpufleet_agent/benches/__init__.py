@@ -49,8 +49,8 @@ _K, _ST, _G = Kind.KEY, Kind.STATE, Kind.GAUGE
 
 METRICS = (
     Metric("entity", _S, Unit.TEXT, _K, "What was measured: gpu:<UUID>, numa:<N>, port:<device>/<port> or node:."),
-    Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one: the card that was sent to, gpu:<UUID>; else empty."),
-    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, p2p, gemm, memcpy, disk_read, ..., or of the tool: nvbandwidth, ..."),
+    Metric("peer", _S, Unit.TEXT, _K, "The other end, where there is one: the card that was sent to, gpu:<UUID>, or the node; else empty."),
+    Metric("bench", _S, Unit.TEXT, _K, "Its name: h2d, d2h, hbm, clock, fma, p2p, gemm, memcpy, disk_read, tcp, ..., or of the tool: nvbandwidth, ..."),
     Metric("version", _S, Unit.TEXT, _K, "Of the bench, and of the tool behind it; another version is another series."),
     Metric("convention", _S, Unit.TEXT, _K, "What counts as a byte moved: copied_once, read_plus_write, ..."),
     Metric("params_hash", _S, Unit.TEXT, _K, "Hash of the parameters; other parameters are another series."),
@@ -64,7 +64,7 @@ METRICS = (
     Metric("gpu_seconds", _F, Unit.SECOND, _G, "Time the card was kept from others.", 0, 1e6),
     Metric("lease", _S, Unit.TEXT, _ST, "The collector's lease it ran under; empty when scheduled."),
     Metric("driver", _S, Unit.TEXT, _ST, "Driver version."),
-    Metric("link", _S, Unit.TEXT, _ST, "Link it went over, by what it can do: pcie4x16; between cards with both places: nvlink:1b:00>43:00."),
+    Metric("link", _S, Unit.TEXT, _ST, "Link it went over, by what it can do: pcie4x16; between cards with both places: nvlink:1b:00>43:00; to a node: tcp:<node>."),
     Metric("temperature_c", _F, Unit.CELSIUS, _G, "Of the card afterwards.", -40, 150),
     Metric("power_w", _F, Unit.WATT, _G, "Of the card afterwards.", 0, 3000),
     Metric("sm_clock_mhz", _F, Unit.MHZ, _G, "Of the card afterwards.", 0, 5000),

@@ -47,10 +47,13 @@ def bench(context: click.Context) -> None:
 @click.argument("node")
 @click.argument("benches", metavar="[BENCH]...", nargs=-1)
 @click.option("--gpu", default="", metavar="N", help="One card: its index, UUID, serial or PCI address.")
+@click.option("--peer", default="", metavar="NODE", help="Of bench tcp: the node that NODE sends to.")
 @options
 @click.pass_context
-def run(context: click.Context, node: str, benches: tuple[str, ...], gpu: str) -> None:
+def run(context: click.Context, node: str, benches: tuple[str, ...], gpu: str, peer: str) -> None:
     """Have the agent of NODE run benches now and judge the results; without BENCH `h2d` and `clock`.
+
+    `tcp --peer NODE2` sends a TCP stream from NODE to NODE2; both need `[benches.tcp] listen` in agent.toml.
 
     It goes through the agent's gate and budget like any other run. Ctrl-C leaves it running; `fleet bench
     history NODE` shows its result.
@@ -63,7 +66,9 @@ def run(context: click.Context, node: str, benches: tuple[str, ...], gpu: str) -
     settings = settings_of(context)
     if settings.watch:
         raise click.UsageError("a run is not watched: leave -w out")
-    request = fleet_pb2.RunBenchRequest(node=node, benches=benches, gpu=gpu, author=person.author())
+    request = fleet_pb2.RunBenchRequest(
+        node=node, benches=benches, gpu=gpu, peer=peer, author=person.author()
+    )
     parts: list[bytes] = []
     asked = False
     with Client(settings) as client:
@@ -292,7 +297,7 @@ def _history(document: Json, settings: Settings) -> str:
         [
             clock(item.get("ts")),
             str(item.get("place")),
-            str(item.get("bench")),
+            _bench(item),
             _value(item.get("value"), item.get("unit")) + ("*" if item.get("epoch_changed") else ""),
             percent(item.get("ratio")),
             _outcome(item),
@@ -310,6 +315,12 @@ def _history(document: Json, settings: Settings) -> str:
     if len(items) > MAX_SHOWN:
         lines.append(f"{MAX_SHOWN} of {len(items)} runs shown: -o json has them all")
     return "\n".join(lines)
+
+
+def _bench(item: render.Json) -> str:
+    """Its name, and the node at the other end of a stream."""
+    name, link = str(item.get("bench")), str(item.get("link") or "")
+    return f"{name} > {link.removeprefix('tcp:')}" if link.startswith("tcp:") else name
 
 
 def _outcome(item: render.Json) -> str:

@@ -961,10 +961,13 @@ class RunBenchRequest(google.protobuf.message.Message):
     BENCHES_FIELD_NUMBER: builtins.int
     GPU_FIELD_NUMBER: builtins.int
     AUTHOR_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
     node: builtins.str
     gpu: builtins.str
     """Index, UUID, serial or PCI address of one card of the node; empty = all."""
     author: builtins.str
+    peer: builtins.str
+    """The node at the other end, of bench "tcp"."""
     @property
     def benches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Empty = the quick ones."""
@@ -976,8 +979,9 @@ class RunBenchRequest(google.protobuf.message.Message):
         benches: collections.abc.Iterable[builtins.str] | None = ...,
         gpu: builtins.str = ...,
         author: builtins.str = ...,
+        peer: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["author", b"author", "benches", b"benches", "gpu", b"gpu", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "benches", b"benches", "gpu", b"gpu", "node", b"node", "peer", b"peer"]) -> None: ...
 
 Global___RunBenchRequest: typing_extensions.TypeAlias = RunBenchRequest
 

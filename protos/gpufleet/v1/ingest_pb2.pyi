@@ -625,6 +625,8 @@ class Directive(google.protobuf.message.Message):
     SPOOL_CREDIT_FIELD_NUMBER: builtins.int
     RENEW_CERTIFICATE_FIELD_NUMBER: builtins.int
     PAUSED_FIELD_NUMBER: builtins.int
+    RECEIVE_TCP_FIELD_NUMBER: builtins.int
+    SEND_TCP_FIELD_NUMBER: builtins.int
     id: builtins.str
     @property
     def run_bench(self) -> Global___RunBench: ...
@@ -642,6 +644,10 @@ class Directive(google.protobuf.message.Message):
     def paused(self) -> Global___Paused:
         """Ingest stopped for this reason ("disk_floor"); empty = goes on."""
 
+    @property
+    def receive_tcp(self) -> Global___ReceiveTcp: ...
+    @property
+    def send_tcp(self) -> Global___SendTcp: ...
     def __init__(
         self,
         *,
@@ -653,10 +659,12 @@ class Directive(google.protobuf.message.Message):
         spool_credit: Global___SpoolCredit | None = ...,
         renew_certificate: Global___RenewCertificate | None = ...,
         paused: Global___Paused | None = ...,
+        receive_tcp: Global___ReceiveTcp | None = ...,
+        send_tcp: Global___SendTcp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kind", b"kind", "pause_driver", b"pause_driver", "paused", b"paused", "renew_certificate", b"renew_certificate", "resume_driver", b"resume_driver", "run_bench", b"run_bench", "set_interval", b"set_interval", "spool_credit", b"spool_credit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "kind", b"kind", "pause_driver", b"pause_driver", "paused", b"paused", "renew_certificate", b"renew_certificate", "resume_driver", b"resume_driver", "run_bench", b"run_bench", "set_interval", b"set_interval", "spool_credit", b"spool_credit"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["run_bench", "pause_driver", "resume_driver", "set_interval", "spool_credit", "renew_certificate", "paused"] | None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind", "pause_driver", b"pause_driver", "paused", b"paused", "receive_tcp", b"receive_tcp", "renew_certificate", b"renew_certificate", "resume_driver", b"resume_driver", "run_bench", b"run_bench", "send_tcp", b"send_tcp", "set_interval", b"set_interval", "spool_credit", b"spool_credit"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "kind", b"kind", "pause_driver", b"pause_driver", "paused", b"paused", "receive_tcp", b"receive_tcp", "renew_certificate", b"renew_certificate", "resume_driver", b"resume_driver", "run_bench", b"run_bench", "send_tcp", b"send_tcp", "set_interval", b"set_interval", "spool_credit", b"spool_credit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["run_bench", "pause_driver", "resume_driver", "set_interval", "spool_credit", "renew_certificate", "paused", "receive_tcp", "send_tcp"] | None: ...
 
 Global___Directive: typing_extensions.TypeAlias = Directive
 
@@ -684,6 +692,76 @@ class RunBench(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bench", b"bench", "deadline_s", b"deadline_s", "entity", b"entity", "lease", b"lease"]) -> None: ...
 
 Global___RunBench: typing_extensions.TypeAlias = RunBench
+
+@typing.final
+class ReceiveTcp(google.protobuf.message.Message):
+    """Take one TCP stream from another node, under a lease. The agent says where it listens (DirectiveProgress)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    EXPIRES_S_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    lease: builtins.str
+    peer: builtins.str
+    """The node that sends."""
+    token: builtins.bytes
+    """32 random bytes for this one connection: a secret."""
+    expires_s: builtins.float
+    """Nobody who comes later is let in; counts from when it listens."""
+    bytes: builtins.int
+    """At most so much, and for so long."""
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        lease: builtins.str = ...,
+        peer: builtins.str = ...,
+        token: builtins.bytes = ...,
+        expires_s: builtins.float = ...,
+        bytes: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "expires_s", b"expires_s", "lease", b"lease", "peer", b"peer", "seconds", b"seconds", "token", b"token"]) -> None: ...
+
+Global___ReceiveTcp: typing_extensions.TypeAlias = ReceiveTcp
+
+@typing.final
+class SendTcp(google.protobuf.message.Message):
+    """Send that stream. The row of table `bench` is the sender's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    lease: builtins.str
+    peer: builtins.str
+    """The node that receives."""
+    token: builtins.bytes
+    address: builtins.str
+    """Where it says that it listens: IP:PORT, of IPv6 [IP]:PORT. Never a name."""
+    bytes: builtins.int
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        lease: builtins.str = ...,
+        peer: builtins.str = ...,
+        token: builtins.bytes = ...,
+        address: builtins.str = ...,
+        bytes: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes", b"bytes", "lease", b"lease", "peer", b"peer", "seconds", b"seconds", "token", b"token"]) -> None: ...
+
+Global___SendTcp: typing_extensions.TypeAlias = SendTcp
 
 @typing.final
 class PauseDriver(google.protobuf.message.Message):
@@ -804,14 +882,18 @@ class DirectiveProgress(google.protobuf.message.Message):
 
     ID_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    LISTENING_FIELD_NUMBER: builtins.int
     id: builtins.str
     text: builtins.str
+    listening: builtins.str
+    """Of ReceiveTcp, once: where it listens, IP:PORT. Not for people."""
     def __init__(
         self,
         *,
         id: builtins.str = ...,
         text: builtins.str = ...,
+        listening: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "listening", b"listening", "text", b"text"]) -> None: ...
 
 Global___DirectiveProgress: typing_extensions.TypeAlias = DirectiveProgress

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -133,3 +134,58 @@ def test_a_token_has_its_length(listener: socket.socket, token: bytes) -> None:
         tcp.serve(listener, token, tcp.Limit())
     with pytest.raises(ValueError, match="a token of"):
         tcp.send(("127.0.0.1", 1), token, tcp.Limit())
+
+
+def test_who_waits_for_a_lease_ends_with_it(listener: socket.socket) -> None:
+    with pytest.raises(tcp.Refused, match=r"nobody came within 0\.2 s"):
+        tcp.serve(listener, TOKEN, tcp.Limit(1 << 20, 60.0), wait_s=0.2)
+
+
+def test_whoever_comes_second_is_not_let_in(listener: socket.socket) -> None:
+    address = listener.getsockname()[:2]
+    receiver = Receiver(listener, tcp.Limit(1 << 20, 60.0))
+    with socket.create_connection(address) as first:
+        until = time.monotonic() + 60
+        while listener.fileno() >= 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=60)
+        first.sendall(TOKEN + b"x" * 10)
+        first.shutdown(socket.SHUT_WR)
+        assert receiver.end().bytes == 10
+
+
+def test_a_slow_stream_is_what_was_sent_in_its_time(listener: socket.socket) -> None:
+    limit = tcp.Limit(1 << 40, 60.0)
+    receiver = Receiver(listener, limit)
+    sent = tcp.send(receiver.address, TOKEN, limit, for_s=0.0, source="127.0.0.1")
+    assert 0 < sent.bytes == receiver.end().bytes < 1 << 40
+
+
+def test_where_nobody_listens_or_from_where_we_are_not_there_is_no_stream() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        address = deaf.getsockname()[:2]
+        with pytest.raises(OSError, match="refused"):
+            tcp.send(address, TOKEN, tcp.Limit(1 << 20, 60.0))
+        with pytest.raises(OSError, match="requested address"):
+            tcp.send(address, TOKEN, tcp.Limit(1 << 20, 60.0), source="192.0.2.1")
+
+
+def test_a_run_that_must_make_way_does_not_wait_for_a_connection() -> None:
+    def check() -> None:
+        raise Preempted("a job came")
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = []
+        try:
+            for _ in range(4):  # fill the queue: the next one gets no answer
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+                waiting.append(one)
+            with pytest.raises(Preempted):
+                tcp.send(full.getsockname()[:2], TOKEN, tcp.Limit(1 << 20, 60.0), check)
+        finally:
+            for one in waiting:
+                one.close()
