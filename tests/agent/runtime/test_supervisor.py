@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -284,6 +285,16 @@ def xid_faults(count: int, every_s: float) -> str:
     )
 
 
+def held() -> int:
+    """Descriptors that belong to children: pipes, progress words, process handles. gRPC's are its own."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            found += link.startswith(("pipe:", "/memfd:")) or "pidfd" in link
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killing_the_sampler_a_hundred_times_costs_no_row_and_no_event_and_leaks_nothing(kit: Any) -> None:
@@ -295,7 +306,7 @@ def test_killing_the_sampler_a_hundred_times_costs_no_row_and_no_event_and_leaks
 
     async def work(supervisor: Supervisor) -> None:
         await until(lambda: rows())
-        files = len(os.listdir("/proc/self/fd"))
+        files = held()
         for kill in range(100):
             await until(lambda: supervisor.isolation.pids)
             (pid,) = supervisor.isolation.pids
@@ -307,8 +318,8 @@ def test_killing_the_sampler_a_hundred_times_costs_no_row_and_no_event_and_leaks
                 seen.update(rows())
         await until(lambda: len(rows()) > len(seen) + 8)
         await until(lambda: len(kit.spool.events("xid")) >= 30)
-        assert len(psutil.Process().children(recursive=True)) == 1
-        assert len(os.listdir("/proc/self/fd")) <= files + 1  # the reader of this test may have one open
+        await until(lambda: len(psutil.Process().children(recursive=True)) == 1)
+        await until(lambda: held() <= files)
 
     play(lambda: made(kit, faults=xid_faults(30, 1.0)), work)
     final = rows()
