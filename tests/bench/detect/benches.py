@@ -15,7 +15,7 @@ from tests.bench.detect.world import CARDS, LEARN_HOURS, MODELS, World
 from gpufleet_agent import benches
 from gpufleet_collector import baselines
 from gpufleet_collector.judge import Judge
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeOptions, JudgeSettings
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Column, Store
 
@@ -50,7 +50,7 @@ def judge(world: World, each_day: Callable[[int, Judged], None] | None = None) -
     store = Store.open(None)
     _install(store, world)
     chosen = [rule for rule in load_rules() if rule.name in RULES]
-    judging = Judge(store, JudgeSettings(), rules=chosen)
+    judging = Judge(store, JudgeSettings(judge=JudgeOptions(rule_timeout="10m")), rules=chosen)
     out = Judged()
     passes = []
     for hour in range(world.hours):

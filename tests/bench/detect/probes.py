@@ -27,7 +27,7 @@ from gpufleet_agent.probes import PROBES as SAMPLED
 from gpufleet_agent.probes import agent
 from gpufleet_collector.findings import Finding
 from gpufleet_collector.judge import Judge
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeOptions, JudgeSettings
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Column, Store
 
@@ -314,7 +314,7 @@ class _Stretch:
         for host in self._hosts:
             self._live(host)
         rules = [rule for rule in load_rules() if rule.name in RULES]
-        judge = Judge(self._store, JudgeSettings(), rules=rules)
+        judge = Judge(self._store, JudgeSettings(judge=JudgeOptions(rule_timeout="10m")), rules=rules)
         result = Result()
         fired: list[tuple[float, Finding]] = []
         for at in range(RUN_IN_S, self._seconds + 1, PASS_S):
