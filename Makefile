@@ -43,8 +43,9 @@ imports: $(READY)
 tests-all: $(READY)
 	$(PYTEST) -m "not gpu"
 
-tests-duckdb-1.5: $(OTHER)   ## the collector's fast tests on the other major that stores must open in
-	PYTHONPATH=$(OTHER) $(PYTEST) -m "not slow and not gpu" tests/collector
+tests-duckdb-1.5: $(OTHER)   ## every rule's drills, the queries and the store on the other major that stores must open in
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "drill and not slow and not gpu" tests/collector/judge
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not slow and not gpu" tests/collector/query tests/collector/ingest/test_store.py
 
 TORCH_PYTHON ?= python3
 

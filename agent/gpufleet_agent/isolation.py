@@ -431,19 +431,22 @@ class Isolation:
     def _try(self, hang: Hang) -> None:
         """Touch what hung, or look for what is lost, once, in a process of its own."""
         others = [other for other in self._episodes.skips() if other.what != hang.what]
-        probe = hang.what.removeprefix("probe ") if hang.what.startswith("probe ") else "gpu"
+        on_cards = not hang.what.startswith("probe ")
+        # all that asks a card: one that answers the first probe may still hang in the next
+        cards = {"gpu": 1.0} | {name: 1.0 for name in self._probes if name in CARD_PROBES}
+        probes = cards if on_cards else {hang.what.removeprefix("probe "): 1.0}
         sweeps: list[Sweep] = []
         try:
             child = Child.start(
                 self._command,
                 lambda memory: Settings(
                     host=self._host,
-                    probes={} if hang.what == KERNEL_LOG else {probe: 1.0},
+                    probes={} if hang.what == KERNEL_LOG else probes,
                     skip=[skip_of(other) for other in others if not other.what.startswith("probe ")],
                     progress_fd=memory,
                     once=True,
                     kernel_log_s=KERNEL_LOG_S if hang.what == KERNEL_LOG else 0.0,
-                    only=hang.what if probe == "gpu" and hang.what else None,
+                    only=hang.what if on_cards and hang.what else None,
                 ),
                 lambda message: sweeps.append(message) if isinstance(message, Sweep) else None,
             )
@@ -487,6 +490,7 @@ def _answers(what: str, sweeps: Sequence[Sweep], enough: Sequence[str]) -> bool:
         return True  # it came to its end
     if what.startswith("probe "):
         return bool(sweeps)
+    cards = [sweep for sweep in sweeps if sweep.probe == "gpu"]
     if not what:
-        return any(sweep.error != "hung" for sweep in sweeps)
-    return any(row[_PCI] == what and row[_STATE] in enough for sweep in sweeps for row in sweep.rows)
+        return any(sweep.error != "hung" for sweep in cards)
+    return any(row[_PCI] == what and row[_STATE] in enough for sweep in cards for row in sweep.rows)
