@@ -564,9 +564,9 @@ class _Directives:
             return
         self._running[directive.id] = asyncio.ensure_future(self._work(directive))
 
-    def answer(self, name: str, outcome: pb.Outcome.ValueType, message: str = "") -> None:
+    def answer(self, name: str, outcome: pb.Outcome.ValueType, message: str = "", rows: int = 0) -> None:
         """Queue a result."""
-        result = pb.DirectiveResult(id=name, outcome=outcome, message=cut(message))
+        result = pb.DirectiveResult(id=name, outcome=outcome, message=cut(message), rows=rows)
         self._said.append(pb.StreamRequest(directive_result=result))
         self._wake.set()
 
@@ -588,7 +588,7 @@ class _Directives:
     async def _work(self, directive: pb.Directive) -> None:
         try:
             result = await self._on_directive(directive)
-            self.answer(directive.id, result.outcome, result.message)
+            self.answer(directive.id, result.outcome, result.message, result.rows)
         except Exception as error:
             log.warning("directive %s: %s: %s", directive.id, type(error).__name__, error)
             self.answer(directive.id, pb.OUTCOME_FAILED, f"{type(error).__name__}: {error}")

@@ -248,6 +248,7 @@ def test_a_tool_ends_with_a_bench_process_that_is_killed(fake: Fake) -> None:
         finally:
             process.kill()
     until(lambda: not any(alive(pid) for pid in fake.started()))
+    assert fake.started()
 
 
 def test_our_own_tool_is_nobody_who_came(fake: Fake) -> None:

@@ -78,6 +78,7 @@ def test_a_killed_supervisor_leaves_no_child_behind(kit: Any, hung: bool) -> Non
     agent.process.kill()
     agent.process.wait(90)
     kit.wait_for(lambda: not alive(children))
+    assert alive(children) == []
 
 
 def test_READY_and_STATUS_do_not_wait_for_a_driver(kit: Any) -> None:

@@ -199,7 +199,7 @@ class Agent:
         self.directives.append(directive)
         if directive.HasField("run_bench"):
             raise RuntimeError("no such bench")
-        return pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_DONE)
+        return pb.DirectiveResult(id=directive.id, outcome=pb.OUTCOME_DONE, rows=7)
 
     def put(self, rows: int = 1, *, event: bool = False) -> list[int]:
         numbers = [self.spool.put(body, event=event) for body in bodies(rows)]

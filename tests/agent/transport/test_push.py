@@ -399,6 +399,7 @@ def test_directives_are_answered_also_the_ones_that_fail(kit: Kit) -> None:
                 await kit.until(lambda: len(collector.results) == 3)
         outcome = {result.id: result.outcome for result in collector.results}
         assert outcome == {"a": pb.OUTCOME_DONE, "b": pb.OUTCOME_FAILED, "c": pb.OUTCOME_DONE}
+        assert {result.id: result.rows for result in collector.results} == {"a": 7, "b": 0, "c": 0}
         assert [directive.id for directive in agent.directives] == ["a", "b"]
 
     kit.run(work())
