@@ -69,10 +69,7 @@ def learn(store: Store, as_of: datetime) -> int:
 
 
 def learn_anew(store: Store, as_of: datetime) -> int:
-    """Give series their new epoch's baseline, once it has enough runs and is not slower; returns how many.
-
-    What they had before goes to table `baseline_before`.
-    """
+    """Give series their new epoch's baseline, once it has enough runs and is not slower; returns how many."""
     if "bench" not in store.tables:
         return 0
     given = {"as_of": as_of, "frozen_at": FROZEN_AT, "still_good": STILL_GOOD}
@@ -85,13 +82,6 @@ def learn_anew(store: Store, as_of: datetime) -> int:
             )
             for node, entity, key, value, spread, n, epoch, before, epoch_before in rows
         ]  # fmt: skip
-        if anew:
-            write.execute(
-                "INSERT INTO live.baseline_before SELECT b.*, ? FROM live.baseline b "
-                "WHERE (b.node, b.entity, b.key) IN "
-                "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
-                [as_of, *([getattr(one, name) for one in anew] for name in ("node", "entity", "key"))],
-            )
         put(write, anew)
     return len(anew)
 
@@ -183,18 +173,25 @@ def _in_trouble(read: duckdb.DuckDBPyConnection, node: str, entities: set[str], 
 
 
 def put(write: duckdb.DuckDBPyConnection, baselines: Sequence[Baseline]) -> None:
-    """Store these in the place of those with the same node, entity and key; inside `Store.transaction()`."""
+    """Store these in the place of those with the same node, entity and key; inside `Store.transaction()`.
+
+    What was replaced goes to table `baseline_before`, unless it was learning and goes on.
+    """
     if not baselines:
         return
-    keys = [[getattr(one, name) for one in baselines] for name in ("node", "entity", "key")]
-    write.execute(
-        "DELETE FROM live.baseline WHERE (node, entity, key) IN "
-        "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
-        keys,
-    )
     cells = ", ".join(f"unnest(?::{kind}[]) AS {name}" for name, kind in _COLUMNS.items())
     columns = [[getattr(one, name) for one in baselines] for name in _COLUMNS]
-    write.execute(f"INSERT INTO live.baseline BY NAME SELECT {cells}", columns)
+    write.execute(f"CREATE OR REPLACE TEMP TABLE baseline_given AS SELECT {cells}", columns)
+    write.execute(
+        "INSERT INTO live.baseline_before BY NAME SELECT b.*, g.set_at AS replaced_at "
+        "FROM live.baseline b JOIN baseline_given g USING (node, entity, key) "
+        "WHERE b.state <> 'learning' OR b.epoch <> g.epoch"
+    )
+    write.execute(
+        "DELETE FROM live.baseline WHERE (node, entity, key) IN "
+        "(SELECT (node, entity, key) FROM baseline_given)"
+    )
+    write.execute("INSERT INTO live.baseline BY NAME FROM baseline_given")
 
 
 _COLUMNS = {

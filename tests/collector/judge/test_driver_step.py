@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpufleet_collector import baselines
 from gpufleet_collector.judge import Judge
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 CLOCK, BENCH, STEP = "gpu_downclocked", "bandwidth_regression", "bandwidth_regression_fleet"
 MODEL = "domain:model=NVIDIA H100 80GB HBM3"
+KEY = "h2d/1/copied_once/ab12/pcie5x16"
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def grow(fleet: "Fleet", nodes: int) -> list["Card"]:
     cards = [card for n in range(nodes) for card in fleet.add(f"gpu-{n:03}", gpus=2).cards]
     for card in cards:
         fleet.baseline(card.node, card.entity, "sm_clock_busy_mhz", 1950.0)
-        fleet.baseline(card.node, card.entity, "h2d/1/copied_once/ab12/pcie5x16", 55.0)
+        fleet.baseline(card.node, card.entity, KEY, 55.0)
     return cards
 
 
@@ -91,3 +93,75 @@ def test_bandwidth_that_scatters_is_none(fleet: "Fleet", judge: Judge) -> None:
     for number, card in enumerate(cards):
         fleet.bench(card.entity, card.node, (0.93 if number % 3 == 0 else 1.0) * 55.0)
     assert fleet.find(STEP, MODEL)[:2] == ("ok", "as_before")
+
+
+def rounds(fleet: "Fleet", values: list[tuple["Card", float, str]], count: int) -> None:
+    """An hourly round of benches of these (card, GB/s, driver), `count` times."""
+    for card, value, driver in values:
+        fleet.bench(card.entity, card.node, value, driver=driver)
+    with fleet.store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.bench SELECT b.* REPLACE (ts + to_hours(r) AS ts, received_at + to_hours(r) AS "
+            "received_at) FROM live.bench b, range(1, ?) n(r) WHERE ts = ?",
+            [count, fleet.at],
+        )
+    fleet.at += timedelta(hours=count)
+
+
+def said(fleet: "Fleet", judge: Judge, cards: list["Card"]) -> list[str]:
+    """What the bench rule says of each card."""
+    judge.compile(fleet.at)
+    codes = dict(fleet.sql(f"SELECT entity, code FROM find_{BENCH}(TIMESTAMP '{fleet.at}')"))
+    return [str(codes[card.entity]) for card in cards]
+
+
+def replaced(fleet: "Fleet", cards: list["Card"], value: float) -> None:
+    """These baselines are those of driver 590 now."""
+    with fleet.store.transaction() as write:
+        baselines.put(
+            write,
+            [
+                baselines.Baseline(
+                    card.node, card.entity, KEY, value, 0.002, 48, "590", "accepted", "ann", fleet.at, "590"
+                )
+                for card in cards
+            ],
+        )
+
+
+@pytest.mark.parametrize("part", [0.98, 0.94])
+@pytest.mark.parametrize("moved", [3, 6, 10, 14, 16])
+def test_peers_with_newer_baselines_leave_nobody_behind(
+    fleet: "Fleet", judge: Judge, part: float, moved: int
+) -> None:
+    """Baselines follow a driver step one by one: at no time is a card the slower one for having its old."""
+    cards = grow(fleet, 8)
+    rounds(fleet, [(card, 55.0, "580") for card in cards], 6)
+    rounds(fleet, [(card, part * 55.0, "590") for card in cards], 30)
+    fleet.at -= timedelta(minutes=30)
+    replaced(fleet, cards[:moved], part * 55.0)
+    assert set(said(fleet, judge, cards)) <= {"as_before", "peers_fell"}
+
+
+@pytest.mark.parametrize("slow", [0, 15], ids=["newer baseline", "older baseline"])
+@pytest.mark.parametrize(("loss", "code"), [(0.97, "drifting"), (0.88, "slower")])
+def test_the_card_that_fell_further_is_found_meanwhile(
+    fleet: "Fleet", judge: Judge, slow: int, loss: float, code: str
+) -> None:
+    cards = grow(fleet, 8)
+    rounds(fleet, [(card, 0.98 * 55.0, "590") for card in cards], 24)
+    replaced(fleet, cards[:10], 0.98 * 55.0)
+    rounds(
+        fleet, [(card, 0.98 * 55.0 * (loss if n == slow else 1), "590") for n, card in enumerate(cards)], 14
+    )
+    codes = said(fleet, judge, cards)
+    assert codes[slow] == code
+    assert {one for number, one in enumerate(codes) if number != slow} <= {"as_before", "peers_fell"}
+
+
+def test_what_a_person_moves_is_kept_too(fleet: "Fleet", judge: Judge) -> None:
+    cards = grow(fleet, 1)
+    replaced(fleet, cards[:1], 54.0)
+    replaced(fleet, cards[:1], 53.0)
+    kept = fleet.sql("SELECT entity, value, epoch FROM baseline_before ORDER BY value")
+    assert kept == [(cards[0].entity, 54.0, "590"), (cards[0].entity, 55.0, "580")]

@@ -53,9 +53,17 @@ select m.model, e.bench, e.convention, e.link, max_by(e.floor, length(e.words)) 
 from model m join bench_expected() e on contains(m.words, ' ' || e.words || ' ')
 group by m.model, e.bench, e.convention, e.link;
 
+-- What series were held against before, each epoch (driver and firmware) but that of their baseline now, as it last was.
+create or replace macro bench_bases_before() as table
+select f.node, f.entity, f.key, f.epoch, max_by(f.value, f.replaced_at) as base
+from baseline_before f join baseline b on b.node = f.node and b.entity = f.entity and b.key = f.key and b.epoch <> f.epoch
+where f.value > 0 and (f.state in ('accepted', 'frozen') or f.n >= 8)
+group by f.node, f.entity, f.key, f.epoch;
+
 -- Every series (one bench, version, convention, parameters and link on one entity), with its newest ok result:
 --   d         ln(value / own baseline), below 0 = worse, also where less is better; NULL without a baseline that counts
---   c         the median d of its peers: same model and key on other hosts, same driver where there are enough; NULL = too few
+--   c         the median d of its peers: same model and key on other hosts, where there are enough also the same driver, and
+--             held against their baselines of the same epoch, though some have a newer one by now; NULL = too few
 --   net       d less what the peers lost too: what hit all is not this card
 --   s, down   its scatter as a part of the value; whether net is below the gate
 --   correlated  the newest run was asked for less than five minutes after another: what disturbed that one may still be
@@ -117,16 +125,30 @@ narrow as (
     select model, key, driver, median(d) as c, count(*) as n from rated where d is not null and recent
     group by model, key, driver
 ),
+alike as (
+    select model, key, driver, epoch, median(d) as c, count(*) as n
+    from (
+        select model, key, driver, base_epoch as epoch, d from rated where d is not null and recent
+        union all
+        select r.model, r.key, r.driver, b.epoch, if(r.less_is_better, ln(b.base / r.value), ln(r.value / b.base))
+        from rated r join bench_bases_before() b on b.node = r.node and b.entity = r.entity and b.key = r.key
+        where r.d is not null and r.recent
+    )
+    group by model, key, driver, epoch
+),
 own as (
     select node, model, key, count(*) as n from rated where d is not null and recent group by node, model, key
 ),
 compared as (
-    select r.*, case when k.n - coalesce(o.n, 0) >= 5 and k.n > 2 * coalesce(o.n, 0) then k.c
-                     when w.n - coalesce(o.n, 0) >= 5 and w.n > 2 * coalesce(o.n, 0) then w.c end as c,
-           case when k.n - coalesce(o.n, 0) >= 5 and k.n > 2 * coalesce(o.n, 0) then k.n
-                else coalesce(w.n, 0) end - coalesce(o.n, 0) as n_peers,
+    select r.*, coalesce(o.n, 0) as n_own,
+           case when a.n >= greatest(5 + n_own, 2 * n_own + 1) then {'c': a.c, 'n': a.n}
+                when k.n >= greatest(5 + n_own, 2 * n_own + 1) then {'c': k.c, 'n': k.n}
+                when w.n >= greatest(5 + n_own, 2 * n_own + 1) then {'c': w.c, 'n': w.n}
+                else {'c': null, 'n': coalesce(w.n, 0)} end as peers,
+           peers['c'] as c, peers['n'] - n_own as n_peers,
            greatest(r.s_own, coalesce(r.run_spread, 0), 0.7 * coalesce(w.s, 0)) as s
     from rated r
+    left join alike a on a.model = r.model and a.key = r.key and a.driver = r.driver and a.epoch = r.base_epoch
     left join wide w on w.model = r.model and w.key = r.key
     left join narrow k on k.model = r.model and k.key = r.key and k.driver = r.driver
     left join own o on o.node = r.node and o.model = r.model and o.key = r.key

@@ -50,21 +50,28 @@ suspect as (
       and if(less_is_better, ln(base / list_median(last7)), ln(list_median(last7) / base)) - least(coalesce(c, 0), 0)
           < ln(if(s > 0.015, 2 * drift_ratio - 1, drift_ratio))
 ),
+held as (
+    -- all that a series is or was held against: a peer that has a newer baseline by now still has that of the suspect's epoch
+    select node, entity, model, key, base_epoch as epoch, base, driver, s, gate, less_is_better, true as now
+    from series where base > 0 and has_base and (model, key) in (select (model, key) from suspect)
+    union all
+    select s.node, s.entity, s.model, s.key, b.epoch, b.base, s.driver, s.s, s.gate, s.less_is_better, false
+    from series s join bench_bases_before() b on b.node = s.node and b.entity = s.entity and b.key = s.key
+    where s.base > 0 and s.has_base and (s.model, s.key, b.epoch) in (select (model, key, base_epoch) from suspect)
+),
 pool as (
-    select node, entity, model, key, base, driver, s, gate, less_is_better, true as peer from series
-    where base > 0 and has_base and (model, key) in (select (model, key) from suspect)
-    qualify row_number() over (partition by model, key, driver order by hash(entity)) <= 64
+    select *, true as peer from held where (model, key, epoch) in (select (model, key, base_epoch) from suspect)
+    qualify row_number() over (partition by model, key, epoch, driver order by hash(entity)) <= 64
 ),
 chosen as (
-    select node, entity, model, key, any_value(base) as base, any_value(s) as s, any_value(gate) as gate,
-           any_value(less_is_better) as less_is_better, bool_or(peer) as peer
+    select node, entity, model, key, epoch, any_value(base) as base, any_value(s) as s, any_value(gate) as gate,
+           any_value(less_is_better) as less_is_better, any_value(now) as now, bool_or(peer) as peer
     from (
         from pool
         union all
-        select node, entity, model, key, base, driver, s, gate, less_is_better, false from series
-        where base > 0 and has_base and (node, model, key) in (select (node, model, key) from suspect)
+        select *, false from held where now and (node, model, key) in (select (node, model, key) from suspect)
     )
-    group by node, entity, model, key
+    group by node, entity, model, key, epoch
 ),
 past as (
     select c.*, r.ts, coalesce(r.driver, '') as driver, if(less_is_better, ln(base / value), ln(value / base)) as d
@@ -73,27 +80,29 @@ past as (
     where r.ts > as_of - interval 7 day and r.ts <= as_of and r.status = 'ok' and r.value > 0
       and bench_key(r.bench, r.version, r.convention, r.params_hash, r.link) = c.key
     qualify coalesce(r.lease, '') = ''
-         or coalesce(r.ts - lag(r.ts) over (partition by c.node, c.entity, c.key order by r.ts) >= interval 5 minute, true)
+         or coalesce(r.ts - lag(r.ts) over (partition by c.node, c.entity, c.key, c.epoch order by r.ts) >= interval 5 minute, true)
 ),
 pace as (
     select model, key, greatest(median(gap_s), 1) as gap_s
     from (select model, key, epoch(max(ts) - min(ts)) / nullif(count(*) - 1, 0) as gap_s from past
-          group by node, entity, model, key)
+          where now group by node, entity, model, key)
     group by model, key
 ),
 round as (select p.*, floor(epoch(ts) / coalesce(gap_s, 1)) as turn from past p join pace using (model, key)),
 per_driver as (
-    select model, key, driver, turn, median(d) as c, count(distinct entity) as n from round where peer
-    group by model, key, driver, turn
+    select model, key, epoch, driver, turn, median(d) as c, count(distinct entity) as n from round where peer
+    group by model, key, epoch, driver, turn
 ),
 per_turn as (
-    select model, key, turn, median(d) as c, count(distinct entity) as n from round where peer group by model, key, turn
+    select model, key, epoch, turn, median(d) as c, count(distinct entity) as n from round where peer
+    group by model, key, epoch, turn
 ),
 netted as (
     select r.*, r.d - least(coalesce(if(k.n >= 5, k.c, null), if(w.n >= 5, w.c, null), 0), 0) as net
     from round r
-    left join per_driver k on k.model = r.model and k.key = r.key and k.driver = r.driver and k.turn = r.turn
-    left join per_turn w on w.model = r.model and w.key = r.key and w.turn = r.turn
+    left join per_driver k on k.model = r.model and k.key = r.key and k.epoch = r.epoch and k.driver = r.driver and k.turn = r.turn
+    left join per_turn w on w.model = r.model and w.key = r.key and w.epoch = r.epoch and w.turn = r.turn
+    where r.now
 ),
 whole_host as (
     select node, model, key, turn

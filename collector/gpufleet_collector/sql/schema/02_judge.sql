@@ -12,7 +12,7 @@ create table if not exists live.rule (
     ok bigint, warn bigint, crit bigint, unknown bigint, na bigint,      -- entities by verdict in that run
 );
 
--- Baselines that were learned anew after another driver or firmware, as they were before.
+-- Baselines that were learned anew after another driver or firmware, or moved by a person, as they were before.
 create table if not exists live.baseline_before (
     node varchar not null, entity varchar not null, key varchar not null, value double not null, spread double,
     n bigint not null, epoch varchar not null, state varchar not null, set_by varchar not null,
