@@ -1,10 +1,10 @@
 """What a card's benches and busy clock looked like when they were good: table `baseline`.
 
-Bench series learn by themselves from ok runs of one epoch (driver and firmware) and freeze at `FROZEN_AT`
-runs; only a person moves them after that (`accept`, inventory.accept). Runs that somebody asked for, and
-those of a time in which the bench was in trouble, are never learned from. After a new driver or firmware a
-series is learned anew if it is not slower; a slower one waits for a person, so that no loss becomes normal by
-itself. Another card has another UUID and so another series.
+Bench series learn by themselves from ok runs of one epoch (driver, firmware, power limit) and freeze at
+`FROZEN_AT` runs; only a person moves them after that (`accept`, inventory.accept). Runs that somebody asked
+for, and those of a time in which the bench was in trouble, are never learned from. In a new epoch a series is
+learned anew if it is not slower; a slower one waits for a person, so that no loss becomes normal by itself.
+Another card has another UUID and so another series.
 """
 
 from collections.abc import Sequence
@@ -203,7 +203,11 @@ _COLUMNS = {
 _KEY = "bench_key(bench, version, convention, params_hash, link)"
 _SPREAD = "coalesce(mad(value) / nullif(median(value), 0), 0)"
 
-EPOCH = """concat_ws('/', nullif(r.driver, ''), nullif(json_extract_string(i.attributes, '$.vbios'), ''))"""
+EPOCH = """concat_ws('/', nullif(r.driver, ''), nullif(json_extract_string(i.attributes, '$.vbios'), ''),
+    if(json_extract_string(i.attributes, '$.power_limit_requested_w')
+       <> json_extract_string(i.attributes, '$.power_limit_default_w'),
+       json_extract_string(i.attributes, '$.power_limit_requested_w') || ' W', null))"""
+"""What a baseline is of: driver, firmware, and the power limit where it is not the one the card came with."""
 FIRMWARE = """left join inventory i on i.node = r.node and i.entity = r.entity and i.valid_from <= r.ts
                           and coalesce(i.valid_to > r.ts, true)"""
 

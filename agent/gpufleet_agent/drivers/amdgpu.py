@@ -161,6 +161,7 @@ class AmdGpu:
                 "sm_clock_max_mhz": attribute(parsed(files.text("pp_dpm_sclk"), highest_level)),
                 "mem_clock_max_mhz": attribute(parsed(files.text("pp_dpm_mclk"), highest_level)),
                 "power_limit_default_w": attribute(files.sensor("power1_cap_default", 1e6)),
+                "power_limit_requested_w": attribute(files.sensor("power1_cap", 1e6)),
                 "pcie_gen_max": attribute(link["pcie_gen_max"]),
                 "pcie_width_max": attribute(link["pcie_width_max"]),
             }

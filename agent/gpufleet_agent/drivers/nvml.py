@@ -134,8 +134,9 @@ class NvmlGpu:
         found["serial"] = serial(ask("nvmlDeviceGetSerial"))
         for name, call, args in _NUMBERS:
             found[name] = shown(number(ask(call, *args)))
-        limit = scaled(ask("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3)
-        found["power_limit_default_w"] = "" if isinstance(limit, Null) else f"{limit:g}"
+        for name, call in _LIMITS:
+            limit = scaled(ask(call), 1e-3)
+            found[name] = "" if isinstance(limit, Null) else f"{limit:g}"
         found["mem_total_bytes"] = shown(self._memory()["mem_total_bytes"])
         generation = self._generation()
         found["architecture"] = _ARCHITECTURES.get(generation, f"newer ({generation})" if generation else "")
@@ -729,6 +730,10 @@ _NUMBERS: tuple[tuple[str, str, tuple[object, ...]], ...] = (
     ("pcie_gen_card_max", "nvmlDeviceGetGpuMaxPcieLinkGeneration", ()),
     ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth", ()),
     ("mem_bus_width_bits", "nvmlDeviceGetMemoryBusWidth", ()),
+)
+_LIMITS = (
+    ("power_limit_default_w", "nvmlDeviceGetPowerManagementDefaultLimit"),
+    ("power_limit_requested_w", "nvmlDeviceGetPowerManagementLimit"),
 )
 _GPU = (
     *_RING, *(f"{name}_{end}" for name in _RING for end in ("min", "p10")), "power_limit_w", "mem_util_pct",

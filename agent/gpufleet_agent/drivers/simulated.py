@@ -93,7 +93,7 @@ class SimulatedGpu:
         Raises:
             Lost, Hung: This card does not answer.
         """
-        self.answer("identity")
+        phase = self.answer("identity")
         model = self._host.model
         found = {
             "uuid": self.uuid,
@@ -111,6 +111,7 @@ class SimulatedGpu:
             "sm_clock_max_mhz": str(model.sm_clock_max_mhz),
             "mem_clock_max_mhz": str(model.mem_clock_max_mhz),
             "power_limit_default_w": f"{model.power_limit_w:g}",
+            "power_limit_requested_w": f"{phase.limit_w:g}",
             "pcie_gen_max": str(model.pcie_gen),
             "pcie_width_max": "16",
             "mem_total_bytes": str(model.mem_bytes) if model.own_memory else "",

@@ -177,6 +177,7 @@ def test_identity(tree: Tree) -> None:
         "sm_clock_max_mhz": "1700",
         "mem_clock_max_mhz": "1600",
         "power_limit_default_w": "300",
+        "power_limit_requested_w": "300",
         "pcie_gen_max": "4",
         "pcie_width_max": "16",
     }

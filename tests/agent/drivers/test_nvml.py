@@ -159,6 +159,7 @@ def test_identity(host: NvmlHost, nvml: Nvml) -> None:
         "pcie_width_max": "16",
         "mem_bus_width_bits": "5120",
         "power_limit_default_w": "700",
+        "power_limit_requested_w": "700",
         "mem_total_bytes": "85520809984",
         "architecture": "Hopper",
         "driver": "570.133.20",

@@ -1,5 +1,6 @@
 """Rule bandwidth_regression, and the baselines it compares with."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,6 +238,33 @@ def test_a_baseline_is_of_one_driver_and_firmware(fleet: "Fleet", judge: Judge) 
         write.execute("DELETE FROM live.baseline")
     baselines.learn(fleet.store, fleet.at)
     assert fleet.sql("SELECT value, n, epoch FROM baseline") == [(55.0, 9, "580/96.00")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "epoch"),
+    [
+        ({"default": "700", "requested": "700"}, "580"),
+        ({"default": "700", "requested": "600"}, "580/600 W"),
+        ({"requested": "600"}, "580"),
+        ({"default": "700"}, "580"),
+    ],
+    ids=["as delivered", "set", "no default known", "not told"],
+)
+def test_a_power_limit_that_people_set_begins_an_epoch(
+    fleet: "Fleet", judge: Judge, limits: dict[str, str], epoch: str
+) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    history_of(fleet, card, [55.0] * baselines.FROZEN_AT, "580")
+    baselines.learn(fleet.store, fleet.at)
+    told = {f"power_limit_{name}_w": value for name, value in limits.items()}
+    with fleet.store.transaction() as write:
+        write.execute(
+            "UPDATE live.inventory SET attributes = ?, valid_from = ? WHERE kind = 'gpu'",
+            [json.dumps(told), fleet.at],
+        )
+    history_of(fleet, card, [54.0] * baselines.FROZEN_AT, "580")
+    assert baselines.learn_anew(fleet.store, fleet.at) == int(epoch != "580")
+    assert fleet.sql("SELECT value, epoch FROM baseline") == [(54.0 if epoch != "580" else 55.0, epoch)]
 
 
 def test_accept_moves_a_frozen_baseline(fleet: "Fleet", judge: Judge) -> None:
