@@ -72,6 +72,9 @@ def learn_anew(store: Store, as_of: datetime) -> int:
     """Give series their new epoch's baseline, once it has enough runs and is not slower; returns how many."""
     if "bench" not in store.tables:
         return 0
+    with store.reader(LIVE) as read:
+        if not read.execute(_ANY_TURNED, {"as_of": as_of}).fetchone():
+            return 0
     given = {"as_of": as_of, "frozen_at": FROZEN_AT, "still_good": STILL_GOOD}
     with store.transaction() as write, store.reader(LIVE) as read:
         rows = read.execute(_LEARN_ANEW, given).fetchall()
@@ -254,18 +257,32 @@ select node, entity, key, median(value), {_SPREAD}, count(*), any_value(epoch)
 from first group by node, entity, key
 """
 
+_TURNED = f"""
+turned as (
+    select n.node, n.entity, n.key, n.epoch, b.value as before, b.epoch as epoch_before
+    from (select r.node, r.entity, {_KEY} as key, max_by({EPOCH}, r.ts) as epoch
+          from bench r {FIRMWARE}
+          where r.received_at > $as_of - interval 2 hour and r.ts <= $as_of
+            and r.status = 'ok' and r.value > 0 and coalesce(r.lease, '') = ''
+          group by r.node, r.entity, key) n
+    join baseline b using (node, entity, key)
+    where b.state in ('learning', 'frozen') and b.epoch <> n.epoch and b.value > 0
+)
+"""
+
+_ANY_TURNED = f"with {_TURNED} select 1 from turned limit 1"
+
 _LEARN_ANEW = f"""
-with run as (
+with {_TURNED},
+run as (
     select r.node, r.entity, {_KEY} as key, r.ts, r.value, r.unit, {EPOCH} as epoch
     from bench r {FIRMWARE}
-    where r.status = 'ok' and r.value > 0 and r.ts > $as_of - interval 14 day and r.ts <= $as_of
-      and coalesce(r.lease, '') = '' and not {_IN_TROUBLE}
+    where r.status = 'ok' and r.value > 0 and r.ts <= $as_of and coalesce(r.lease, '') = ''
+      and r.entity in (select entity from turned) and not {_IN_TROUBLE}
 ),
-newest as (select node, entity, key, max_by(epoch, ts) as epoch from run group by node, entity, key),
 fresh as (
-    select run.*, b.value as before, b.epoch as epoch_before
-    from run join newest using (node, entity, key, epoch) join baseline b using (node, entity, key)
-    where b.state in ('learning', 'frozen') and b.epoch <> run.epoch and b.value > 0
+    select run.*, before, epoch_before
+    from run join turned using (node, entity, key, epoch)
     qualify row_number() over (partition by node, entity, key order by ts desc) <= $frozen_at
 )
 select node, entity, key, median(value) as now, {_SPREAD}, count(*) as n, any_value(epoch),

@@ -223,6 +223,16 @@ def test_a_new_driver_is_learned_anew_unless_it_is_slower(
     assert baselines.learn_anew(fleet.store, fleet.at) == 0
 
 
+def test_a_bench_that_runs_once_a_day_is_learned_anew_too(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    accept(fleet, card, 55.0, "frozen")
+    for _ in range(baselines.FROZEN_AT):
+        fleet.at += timedelta(days=1)
+        fleet.bench(card.entity, card.node, 55.5, driver="590")
+    assert baselines.learn_anew(fleet.store, fleet.at + timedelta(hours=3)) == 0, "nothing new"
+    assert baselines.learn_anew(fleet.store, fleet.at) == 1
+
+
 def test_a_baseline_is_of_one_driver_and_firmware(fleet: "Fleet", judge: Judge) -> None:
     card = fleet.add("gpu-001", gpus=1).cards[0]
     history_of(fleet, card, [55.0] * 9, "580")

@@ -111,8 +111,9 @@ def rounds(fleet: "Fleet", values: list[tuple["Card", float, str]], count: int) 
 def said(fleet: "Fleet", judge: Judge, cards: list["Card"]) -> list[str]:
     """What the bench rule says of each card."""
     judge.compile(fleet.at)
-    codes = dict(fleet.sql(f"SELECT entity, code FROM find_{BENCH}(TIMESTAMP '{fleet.at}')"))
-    return [str(codes[card.entity]) for card in cards]
+    rows = fleet.sql(f"SELECT entity, code FROM find_{BENCH}(TIMESTAMP '{fleet.at}')")
+    codes = {entity: str(code) for entity, code in rows}
+    return [codes[card.entity] for card in cards]
 
 
 def replaced(fleet: "Fleet", cards: list["Card"], value: float) -> None:
