@@ -52,7 +52,7 @@ def as_json(total: Score) -> dict[str, object]:
     """What the test of the small form looks at."""
     return {
         "gpu_days": total.gpu_days,
-        "false": [[one.rule, one.code, one.host, one.card, one.hour] for one in total.false],
+        "false": [[one.rule, one.code, one.host, one.card, one.hour] for one in (*total.early, *total.false)],
         "bursts": total.bursts,
         "fleet_events": total.fleet_events,
         "fleet_steps": total.fleet_steps,
@@ -71,9 +71,9 @@ def lines(total: Score) -> list[str]:
     for rule in (*benches.RULES, ""):
         count, rate, bound = total.per_thousand(rule)
         out.append(f"  {rule or 'all bench rules':<28} {count:>3}  {rate:.3f}  (<= {bound:.3f})")
-    out += [
-        f"    {one.rule} {one.code} host {one.host} card {one.card} hour {one.hour}" for one in total.false
-    ]
+    out += [_fired(one) for one in total.false]
+    out.append(f"while baselines were learned (neither they nor their days are counted): {len(total.early)}")
+    out += [_fired(one) for one in total.early]
     out.append(
         f"driver steps of 3 % and more: {total.fleet_steps}, fleet events ({FLEET}): {total.fleet_events}"
     )
@@ -101,6 +101,10 @@ def lines(total: Score) -> list[str]:
     out += ["", f"missed: {len(missed)} of {len(total.found)}"]
     out += [f"  {kind} {size:.0%}: {count}" for (kind, size), count in _counts(missed)]
     return [*out, "", ANCHORS]
+
+
+def _fired(one: benches.Fired) -> str:
+    return f"    {one.rule} {one.code} host {one.host} card {one.card} hour {one.hour}"
 
 
 def _counts(missed: list[Fault]) -> list[tuple[tuple[str, float], int]]:

@@ -40,6 +40,8 @@ class Score:
     fleet_events: int
     fleet_steps: int
     bursts: int
+    early: Sequence[Fired]
+    """What fired without a fault while baselines were learned: as its days, it is in no rate."""
 
     def per_thousand(self, rule: str = "") -> tuple[int, float, float]:
         """False events, their rate per 1,000 GPU-days, its one-sided 95 % bound."""
@@ -66,7 +68,8 @@ def score(world: World, judged: Judged, hours: int | None = None) -> Score:
     fleet = [one for one in judged.fired if one.rule == FLEET]
     large = [step for step in world.steps if step.change <= -0.03]
     told = [one for one in fleet if any(s.begin <= one.hour < s.accepted + 2 for s in large)]
-    false = _events(rest) + [one for one in fleet if one not in told]
+    events = _events(rest) + [one for one in fleet if one not in told]
+    false = [one for one in events if one.hour >= LEARN_HOURS]
     gpu_days = world.gpu_days * (until - LEARN_HOURS) / (world.hours - LEARN_HOURS)
     bursts = sum(1 for _, begin in world.leaked if LEARN_HOURS <= begin < until)
     return Score(
@@ -77,6 +80,7 @@ def score(world: World, judged: Judged, hours: int | None = None) -> Score:
         len(fleet),
         sum(1 for step in large if step.begin + 24 <= until),
         bursts,
+        [one for one in events if one.hour < LEARN_HOURS],
     )
 
 
@@ -91,6 +95,7 @@ def together(scores: Iterable[Score]) -> Score:
         sum(one.fleet_events for one in every),
         sum(one.fleet_steps for one in every),
         sum(one.bursts for one in every),
+        [early for one in every for early in one.early],
     )
 
 
