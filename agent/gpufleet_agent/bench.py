@@ -169,9 +169,8 @@ def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate
             why = f"no card can be seen: {error.code}"
             return measure(settings, bench, Place(None, None, ""), "node:", why)
         cards = []  # nobody can use them
-    shut = gate.before(cards)
-    why = gate.locked_out() or ("" if settings.force else host_load(settings.rules))
-    why = why or next((f"card {pci}: {text}" for pci, text in shut.items()), "") or gate.enter(cards)
+    load = "" if settings.force else host_load(settings.rules)
+    why = gate.before_host(cards, load) or gate.enter(cards)
     named = {card.pci: f"gpu:{card.uuid}" for card in cards}
     place = Place(
         None,
@@ -183,7 +182,7 @@ def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate
         deadline_s=settings.deadline_s,
     )
     rows = measure(settings, bench, place, "node:", why)
-    disturbed = gate.after(cards) if any(row["status"] == "ok" for row in rows) else ""
+    disturbed = gate.after_host(cards) if any(row["status"] == "ok" for row in rows) else ""
     return [_checked(row, lambda: disturbed) for row in rows]
 
 
