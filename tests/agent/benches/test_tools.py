@@ -149,6 +149,26 @@ def test_every_output_is_looked_at() -> None:
     assert {path.stem for path in FILES} == FOUND.keys() | UNREADABLE.keys()
 
 
+@pytest.mark.parametrize(
+    ("command", "chosen"),
+    [
+        (all_reduce_perf.COMMAND, ""),
+        (("env", "NCCL_ALGO=Ring", "all_reduce_perf"), "_algo_ring"),
+        (("mpirun", "-x", "NCCL_NVLS_ENABLE=0", "-x", "NCCL_PROTO=Simple", "all_reduce_perf"),
+         "_nvls_enable_0_proto_simple"),
+        (("srun", "--export=ALL,NCCL_ALGO=^NVLS,NCCL_IB_HCA=mlx5", "all_reduce_perf"), "_algo_not_nvls"),
+        (("env", "MY_NCCL_ALGO=x", "NCCL_ALGORITHM=y", "all_reduce_perf"), ""),
+    ],
+)  # fmt: skip
+def test_the_ring_of_a_sites_command_is_another_series_than_what_nccl_chooses(
+    command: tuple[str, ...], chosen: str
+) -> None:
+    assert all_reduce_perf.choice(command) == chosen
+    text = (OUTPUTS / "all_reduce_perf-2.17-good.out").read_text()
+    (part,) = all_reduce_perf.parse(text, chosen)
+    assert part.convention == f"busbw_8_cards_8589934592_bytes{chosen}"
+
+
 def test_an_old_nvbandwidth_counts_cards_in_the_order_of_the_bus() -> None:
     two = {pci: CARDS[pci] for pci in ("0000:2a:00.0", "0000:18:00.0")}
     parts = nvbandwidth.parse((OUTPUTS / "nvbandwidth-0.5-good.out").read_text(), two)
