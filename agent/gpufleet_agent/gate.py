@@ -94,9 +94,10 @@ class Lock:
     A scheduler's prolog takes the same lock (`flock`); that it waits for it is seen, and ends the run.
     """
 
-    def __init__(self, descriptor: int, table: Path = Path("/proc/locks")) -> None:
+    def __init__(self, descriptor: int, table: Path = Path("/proc/locks"), path: str = "") -> None:
         self._descriptor = descriptor
         self._table = table
+        self._path = path
         self._inode = str(os.fstat(descriptor).st_ino)
 
     @classmethod
@@ -109,21 +110,27 @@ class Lock:
             OSError: The lock file cannot be opened.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # to be read is enough for a lock, and a person's run must not shut the agent out of it
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # whatever umask its maker had: others must be able to take it too
-            os.fchmod(lock, 0o644)
-        try:
-            _flock(lock, wait_s)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return None
-            raise
-        return cls(lock)
+        for _ in range(3):
+            # to be read is enough for a lock, and a person's run must not shut the agent out of it
+            lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            with suppress(OSError):  # whatever umask its maker had: others must be able to take it too
+                os.fchmod(lock, 0o644)
+            try:
+                _flock(lock, wait_s)
+            except OSError as error:
+                os.close(lock)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return None
+                raise
+            if _is_at(lock, path):
+                return cls(lock, path=path)
+            os.close(lock)  # somebody made the file anew: whoever comes next takes that one
+        return None
 
     def wanted(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether somebody waits for it, or it is none any more: its file was removed or made anew."""
+        if self._path and not _is_at(self._descriptor, self._path):
+            return True
         try:
             text = self._table.read_text()
         except OSError:
@@ -138,6 +145,14 @@ class Lock:
     def release(self) -> None:
         """Give it back; once."""
         os.close(self._descriptor)
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def _flock(lock: int, wait_s: float) -> None:
@@ -224,6 +239,7 @@ class Gate:
         host: Where they are.
         rules: What is free.
         lock: Ours; None = somebody else has it.
+        no_lock: Why it could not be taken, where nobody else has it.
         stop: Whether the run was told to end.
         asked: A person asked for this run: only the lock and a signal end it.
         allowance_s: So long may one run keep a card.
@@ -239,6 +255,7 @@ class Gate:
         stop: Stop,
         *,
         asked: bool = False,
+        no_lock: str = "",
         allowance_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -248,6 +265,7 @@ class Gate:
         self._lock = lock
         self._stop = stop
         self._asked = asked
+        self._no_lock = no_lock
         self._allowance_s = allowance_s
         self._clock = clock
         self._sleep = sleep
@@ -285,7 +303,7 @@ class Gate:
 
     def locked_out(self) -> str:
         """Why nothing at all may run; empty = something may."""
-        return _LOCKED_OUT if self._lock is None else self._interrupted()
+        return self._no_lock or _LOCKED_OUT if self._lock is None else self._interrupted()
 
     def enter(self, cards: Sequence[Gpu]) -> str:
         """A run on these cards begins now, unless this says why not. From here on `check` watches them."""

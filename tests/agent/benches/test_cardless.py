@@ -1,7 +1,9 @@
 """Benches of a host without cards: only the site's command, the lock and the load show a job."""
 
+import errno
 import fcntl
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -17,9 +19,10 @@ import pytest
 
 from gpufleet_agent import lease
 from gpufleet_agent.bench import Settings, run_bench
-from gpufleet_agent.benches import METRICS
-from gpufleet_agent.gate import Rules
+from gpufleet_agent.benches import METRICS, disk_read
+from gpufleet_agent.gate import Preempted, Rules
 from gpufleet_agent.guard import HostSettings
+from gpufleet_agent.measure import Place
 from gpufleet_agent.pipe import Frames, Skip
 from gpufleet_agent.probe import Sweep
 
@@ -188,3 +191,123 @@ def test_a_site_that_does_not_answer_is_not_left_behind(host: Cardless, how: str
         process.stdin.close()
     process.wait(90)
     until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("how", ["a folder", "no way there", "a pipe", "text", "unreadable"])
+def test_a_lock_that_is_not_one_says_nothing_about_the_host(host: Cardless, how: str) -> None:
+    settings = host.settings("fio", "", f"cat {FIO}")
+    if how == "a folder":
+        host.lock.mkdir()
+    elif how == "no way there":
+        (host.folder / "file").write_text("")
+        settings = msgspec.structs.replace(settings, lock=str(host.folder / "file/bench.lock"))
+    elif how == "a pipe":
+        os.mkfifo(host.lock)
+    else:
+        host.lock.write_bytes(b"\0\xff 4711 garbage\n" * 100)
+    if how == "unreadable":
+        os.chmod(host.lock, 0o100)
+    status, value, reason = host.run(settings)
+    if how in ("a folder", "no way there"):
+        why = "Is a directory" if how == "a folder" else "File exists"
+        assert (status, value, reason) == (
+            "skipped",
+            None,
+            f"the lock {settings.lock} cannot be taken: {why}",
+        )
+    else:
+        assert (status, value is None) == ("ok", False), reason
+
+
+@pytest.mark.usefixtures("bound_by_modes")
+def test_a_lock_that_may_not_be_opened_says_nothing_about_the_host(host: Cardless) -> None:
+    host.lock.touch()
+    host.lock.chmod(0)
+    (row,) = [dict(zip(NAMES, cells, strict=True)) for cells in run_bench(host.settings("fio")).rows]
+    why = f"the lock {host.lock} cannot be taken: Permission denied"
+    assert (row["status"], row["value"], row["reason"]) == ("skipped", None, why)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_bench_whose_lock_is_taken_away_ends(host: Cardless, anew: bool) -> None:
+    running = host.start(host.settings("fio", "", f"touch ready; sleep 1000; cat {FIO}"))
+    until(lambda: host.there("ready"))
+    host.lock.unlink()
+    if anew:
+        host.lock.touch()
+    (row,) = host.rows(running)
+    assert (row["status"], row["value"], row["reason"]) == ("preempted", None, "the lock is wanted")
+
+
+def test_who_waited_for_a_lock_that_was_made_anew_takes_the_new_one(host: Cardless) -> None:
+    with host.lock.open("w") as old:
+        fcntl.flock(old, fcntl.LOCK_EX)
+        waits = host.start(host.settings("fio", "", f"cat {FIO}", wait_s=60.0))
+        until(lambda: f":{os.fstat(old.fileno()).st_ino} " in _waited_for())
+        host.lock.unlink()
+        with host.lock.open("w") as new:
+            fcntl.flock(new, fcntl.LOCK_EX)
+            fcntl.flock(old, fcntl.LOCK_UN)
+            until(lambda: f":{os.fstat(new.fileno()).st_ino} " in _waited_for())
+            assert waits.poll() is None
+    (row,) = host.rows(waits)
+    assert row["status"] == "ok"
+
+
+def _waited_for() -> str:
+    return "\n".join(line for line in Path("/proc/locks").read_text().splitlines() if "->" in line)
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_left_on_the_disk(host: Cardless) -> None:
+    size = int(disk_read.PARAMS["bytes"])
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, was[1]))
+    try:
+        result, _ = disk_read.run(Place(None, None, str(host.folder)), disk_read.PARAMS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+    assert (result.status, result.value) == ("failed", None)
+    assert "File too large" in result.reason
+    assert list(host.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_is_not_a_slow_one(
+    host: Cardless, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", full)  # where the room is only looked for when it is written
+    result, _ = disk_read.run(Place(None, None, str(host.folder)), disk_read.PARAMS)
+    assert (result.status, result.value) == ("skipped", None)
+    assert os.strerror(code) in result.reason
+    assert list(host.folder.iterdir()) == []
+
+
+def test_a_run_that_makes_way_while_it_writes_its_file_leaves_none(host: Cardless) -> None:
+    looks = iter(range(1000))
+
+    def check() -> None:
+        if next(looks) > 3:
+            raise Preempted("a job came")
+
+    with pytest.raises(Preempted):
+        disk_read.run(Place(None, None, str(host.folder), check), disk_read.PARAMS)
+    assert list(host.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["asks", "measures", "writes"])
+def test_what_a_killed_bench_leaves_keeps_nobody_out(host: Cardless, stage: str) -> None:
+    waits = "touch ready; sleep 1000"
+    if stage == "writes":
+        killed = host.start(host.settings("disk_read"))
+        until(lambda: host.there("bench-read.new") or host.there("bench-read.dat"))
+    else:
+        killed = host.start(host.settings("fio", *((waits, "") if stage == "asks" else ("", waits))))
+        until(lambda: host.there("ready"))
+    killed.kill()
+    assert host.rows(killed) == []
+    status, value, reason = host.run(host.settings("disk_read"))
+    assert (status, value is None) == ("ok", False), reason
+    assert not host.there("bench-read.new")

@@ -165,7 +165,7 @@ def disturb(
             judge.run_pass(fleet.at)
         for row in fleet.findings(RULE) + fleet.findings(HOST):
             if row[2] == "firing":
-                fired.setdefault(row[1], passed)
+                fired.setdefault(str(row[1]), passed)
 
     over(fleet, agents, 125, each)
     return fired | {"asked": len(agents.asked)}
