@@ -32,8 +32,8 @@ def bench(context: click.Context) -> None:
     """Micro-benchmarks of the cards. Without a word: who was measured when, what it took, and the suspects.
 
     A card that one run shows slow is a suspect: it is measured again after five minutes, and after an hour
-    where that was slow too. S/H and S TOTAL are seconds that benches kept a card in the last hour, at most, and all cards since the agent
-    started.
+    where that was slow too. S/H and S TOTAL are seconds that benches kept a card in the last hour, at most,
+    and all cards since the agent started.
     """
     if context.invoked_subcommand is None:
 
