@@ -1,5 +1,6 @@
 """What every test shares: hosts written as text, and hypothesis without deadlines: timings fail no test."""
 
+import ctypes
 import os
 import signal
 import struct
@@ -76,3 +77,20 @@ def tree() -> Iterator[Callable[[str], Path]]:
             return root
 
         yield plant
+
+
+@pytest.fixture
+def bound_by_modes() -> Iterator[None]:
+    """The modes of files hold for this thread, and for those that it starts, also where root runs the tests.
+
+    It gives up the two capabilities that let root read and write everywhere, and takes them back afterwards.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    was = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then their upper halves
+    assert libc.capget(head, was) == 0, os.strerror(ctypes.get_errno())
+    less = (ctypes.c_uint32 * 6)(*was)
+    less[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(head, less) == 0, os.strerror(ctypes.get_errno())
+    yield
+    assert libc.capset(head, was) == 0, os.strerror(ctypes.get_errno())

@@ -93,9 +93,13 @@ def run_bench(
     began = time.perf_counter()
     bench: Bench = leased or BENCHES[settings.bench]
     try:
-        lock = Lock.take(settings.lock, settings.wait_s)
+        lock, no_lock = None, ""
         try:
-            rows = _run_on_all(settings, bench, progress, lock, stop or Stop())
+            lock = Lock.take(settings.lock, settings.wait_s)
+        except OSError as error:  # says nothing about any card
+            no_lock = f"the lock {settings.lock} cannot be taken: {error.strerror}"
+        try:
+            rows = _run_on_all(settings, bench, progress, lock, no_lock, stop or Stop())
         finally:
             if lock is not None:
                 lock.release()
@@ -115,10 +119,18 @@ def run_bench(
 
 
 def _run_on_all(
-    settings: Settings, bench: Bench, progress: SharedProgress | None, lock: Lock | None, stop: Stop
+    settings: Settings,
+    bench: Bench,
+    progress: SharedProgress | None,
+    lock: Lock | None,
+    no_lock: str,
+    stop: Stop,
 ) -> list[dict[str, Cell]]:
     host = open_guarded(settings.host, progress, settings.skip)
-    gate = Gate(host, settings.rules, lock, stop, asked=settings.force, allowance_s=bench.COST_S or math.inf)
+    gate = Gate(
+        host, settings.rules, lock, stop, asked=settings.force, no_lock=no_lock,
+        allowance_s=bench.COST_S or math.inf,
+    )  # fmt: skip
     if bench.ON == "host":
         return _run_on_host(settings, bench, host, gate)
     # by the hour, so that a fleet measures the same pairs at a time and they can be compared
@@ -169,9 +181,8 @@ def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate
             why = f"no card can be seen: {error.code}"
             return measure(settings, bench, Place(None, None, ""), "node:", why)
         cards = []  # nobody can use them
-    shut = gate.before(cards)
-    why = gate.locked_out() or ("" if settings.force else host_load(settings.rules))
-    why = why or next((f"card {pci}: {text}" for pci, text in shut.items()), "") or gate.enter(cards)
+    load = "" if settings.force else host_load(settings.rules)
+    why = gate.before_host(cards, load) or gate.enter(cards)
     named = {card.pci: f"gpu:{card.uuid}" for card in cards}
     place = Place(
         None,
@@ -183,7 +194,7 @@ def _run_on_host(settings: Settings, bench: Bench, host: GuardedHost, gate: Gate
         deadline_s=settings.deadline_s,
     )
     rows = measure(settings, bench, place, "node:", why)
-    disturbed = gate.after(cards) if any(row["status"] == "ok" for row in rows) else ""
+    disturbed = gate.after_host(cards) if any(row["status"] == "ok" for row in rows) else ""
     return [_checked(row, lambda: disturbed) for row in rows]
 
 

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -22,11 +23,13 @@ import msgspec
 
 from gpufleet.metric import Cell, Null, Row
 from gpufleet_agent.drivers import DriverError, Gpu, Host
+from gpufleet_agent.leash import leashed
 
 LOOK_S = 0.1
 """How often a run looks whether a job came."""
 
 _READS, _APART_S = 3, 1.0
+_ASK_S = 0.05
 _SETTLE_S, _SETTLED_S = 3.0, 0.25
 """A card's utilisation is an average of up to a second: it shows our own run for as long."""
 
@@ -91,9 +94,10 @@ class Lock:
     A scheduler's prolog takes the same lock (`flock`); that it waits for it is seen, and ends the run.
     """
 
-    def __init__(self, descriptor: int, table: Path = Path("/proc/locks")) -> None:
+    def __init__(self, descriptor: int, table: Path = Path("/proc/locks"), path: str = "") -> None:
         self._descriptor = descriptor
         self._table = table
+        self._path = path
         self._inode = str(os.fstat(descriptor).st_ino)
 
     @classmethod
@@ -106,21 +110,27 @@ class Lock:
             OSError: The lock file cannot be opened.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # to be read is enough for a lock, and a person's run must not shut the agent out of it
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # whatever umask its maker had: others must be able to take it too
-            os.fchmod(lock, 0o644)
-        try:
-            _flock(lock, wait_s)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return None
-            raise
-        return cls(lock)
+        for _ in range(3):
+            # to be read is enough for a lock, and a person's run must not shut the agent out of it
+            lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            with suppress(OSError):  # whatever umask its maker had: others must be able to take it too
+                os.fchmod(lock, 0o644)
+            try:
+                _flock(lock, wait_s)
+            except OSError as error:
+                os.close(lock)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return None
+                raise
+            if _is_at(lock, path):
+                return cls(lock, path=path)
+            os.close(lock)  # somebody made the file anew: whoever comes next takes that one
+        return None
 
     def wanted(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether somebody waits for it, or it is none any more: its file was removed or made anew."""
+        if self._path and not _is_at(self._descriptor, self._path):
+            return True
         try:
             text = self._table.read_text()
         except OSError:
@@ -135,6 +145,14 @@ class Lock:
     def release(self) -> None:
         """Give it back; once."""
         os.close(self._descriptor)
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def _flock(lock: int, wait_s: float) -> None:
@@ -221,6 +239,7 @@ class Gate:
         host: Where they are.
         rules: What is free.
         lock: Ours; None = somebody else has it.
+        no_lock: Why it could not be taken, where nobody else has it.
         stop: Whether the run was told to end.
         asked: A person asked for this run: only the lock and a signal end it.
         allowance_s: So long may one run keep a card.
@@ -236,6 +255,7 @@ class Gate:
         stop: Stop,
         *,
         asked: bool = False,
+        no_lock: str = "",
         allowance_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -245,6 +265,7 @@ class Gate:
         self._lock = lock
         self._stop = stop
         self._asked = asked
+        self._no_lock = no_lock
         self._allowance_s = allowance_s
         self._clock = clock
         self._sleep = sleep
@@ -255,8 +276,17 @@ class Gate:
     def before(self, cards: Sequence[Gpu]) -> dict[str, str]:
         """Why each card, by address, may not be used; no entry = it may. Takes two seconds."""
         shut = self._shut()
-        if shut:
-            return {card.pci: shut for card in cards}
+        return {card.pci: shut for card in cards} if shut else self._busy(cards)
+
+    def before_host(self, cards: Sequence[Gpu], load: str) -> str:
+        """Why a bench of the host may not run; empty = it may. Takes two seconds where there are cards.
+
+        `load` says why the host itself is too busy.
+        """
+        why = self._shut() or load
+        return why or next((f"card {pci}: {text}" for pci, text in self._busy(cards).items()), "")
+
+    def _busy(self, cards: Sequence[Gpu]) -> dict[str, str]:
         found: dict[str, str] = {}
         if self._asked:
             return found
@@ -273,7 +303,7 @@ class Gate:
 
     def locked_out(self) -> str:
         """Why nothing at all may run; empty = something may."""
-        return _LOCKED_OUT if self._lock is None else self._interrupted()
+        return self._no_lock or _LOCKED_OUT if self._lock is None else self._interrupted()
 
     def enter(self, cards: Sequence[Gpu]) -> str:
         """A run on these cards begins now, unless this says why not. From here on `check` watches them."""
@@ -319,9 +349,16 @@ class Gate:
                 return f"afterwards: {why}"
         return ""
 
+    def after_host(self, cards: Iterable[Gpu]) -> str:
+        """As `after`, of a bench of the host: what a job does beside the cards, the site alone can say."""
+        why = self.after(cards) or self._site_says()
+        return f"afterwards: {why}" if why and not why.startswith("afterwards: ") else why
+
     def _shut(self) -> str:
-        why = self.locked_out()
-        return why or ("" if self._asked else ask(self._rules.command, self._rules.command_s))
+        return self.locked_out() or self._site_says()
+
+    def _site_says(self) -> str:
+        return "" if self._asked else ask(self._rules.command, self._rules.command_s, self._stop)
 
     def _interrupted(self) -> str:
         if self._stop.reason:
@@ -396,26 +433,35 @@ def _ours(pid: int) -> bool:
     return False
 
 
-def ask(command: Sequence[str], within_s: float) -> str:
-    """Why a site's own command does not say that the host is free; empty when it does, or there is none."""
+def ask(command: Sequence[str], within_s: float, stop: Stop | None = None) -> str:
+    """Why a site's own command does not say that the host is free; empty when it does, or there is none.
+
+    It is ended when `stop` says so: a run that must make way leaves nothing behind.
+    """
     if not command:
         return ""
+    named = f"gate command {command[0]:.80}"
+    program = shutil.which(command[0])
+    if program is None:
+        return f"{named}: {os.strerror(errno.EACCES if os.path.exists(command[0]) else errno.ENOENT)}"
     try:
         asked = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            leashed(os.path.abspath(program), *command[1:]),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        return f"gate command {command[0]:.80}: {error.strerror}"
-    try:
-        status = asked.wait(within_s)
-    except subprocess.TimeoutExpired:
-        with suppress(OSError):  # its children too: it may be a script
-            os.killpg(asked.pid, signal.SIGKILL)
+        return f"{named}: {error.strerror}"
+    until = time.monotonic() + within_s
+    while time.monotonic() < until and not (stop and stop.reason):
         with suppress(subprocess.TimeoutExpired):
-            asked.wait(1.0)
-        return f"gate command {command[0]:.80}: no answer within {within_s:g} s"
-    return "" if status == 0 else f"gate command {command[0]:.80}: exit status {status}"
+            status = asked.wait(_ASK_S)
+            return "" if status == 0 else f"{named}: exit status {status}"
+    with suppress(OSError):  # its children too: it may be a script
+        os.killpg(asked.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        asked.wait(_ASK_S)
+    return stop.reason if stop and stop.reason else f"{named}: no answer within {within_s:g} s"
 
 
 def host_load(rules: Rules) -> str:

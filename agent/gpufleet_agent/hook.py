@@ -59,7 +59,10 @@ class Outcome:
     @property
     def status(self) -> int:
         """For the shell."""
-        if any(row["below"] or row["status"] in ("failed", "hung") for row in self.rows):
+        cards = [
+            row for row in self.rows if row.get("entity") != "node:"
+        ]  # of the host: the bench itself failed
+        if any(row["below"] or row["status"] in ("failed", "hung") for row in cards):
             return BELOW
         whole = self.rows and not self.ended and all(row["status"] == "ok" for row in self.rows)
         return OK if whole else UNKNOWN

@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -86,6 +86,72 @@ class Patience:
     restart_s: float = 1.0
 
 
+@dataclass(slots=True)
+class _Next:
+    """When each duty that is not done at every round is due, monotonic seconds."""
+
+    seal: float
+    own_row: float = field(default_factory=time.monotonic)
+    loaders: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _KernelLog:
+    """How far the kernel log was read, and whether the spool has yet to be told."""
+
+    cursor: str
+    due: bool = False
+
+
+@dataclass(slots=True)
+class _Sender:
+    """Whether the sender gets on: its hellos and the push's progress move on, or it has nothing to send."""
+
+    hellos: int = 0
+    _mark: tuple[int, float] | None = None
+    _moved: float = field(default_factory=time.monotonic)
+
+    def stuck_s(self, progress: float, resting: bool) -> float:
+        """For how long it has not."""
+        now = time.monotonic()
+        mark = (self.hellos, progress)
+        if mark != self._mark or resting:
+            self._mark, self._moved = mark, now
+        return now - self._moved
+
+
+@dataclass(slots=True)
+class _Troubles:
+    """Errors of our own that were caught: each kind is logged once, all are counted, and none ends us."""
+
+    total: int = 0
+    _failing: dict[str, float] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
+
+    def caught(self, name: str, error: Exception) -> None:
+        """One that came."""
+        self.total += 1
+        key = f"{name}: {type(error).__name__}"
+        if key not in self._said:
+            self._said.add(key)
+            log.error("%s failed (said once): %s", name, error, exc_info=error)
+
+    def guarded(self, name: str, duty: Callable[[], None]) -> None:
+        """Run a duty."""
+        try:
+            duty()
+        except Exception as error:
+            self._failing.setdefault(name, time.monotonic())
+            self.caught(name, error)
+        else:
+            self._failing.pop(name, None)
+
+    def longest_s(self) -> float:
+        """For how long a duty has failed at each round."""
+        now = time.monotonic()
+        return max((now - since for since in self._failing.values()), default=0.0)
+
+
 class Supervisor:
     """One running agent. `run` returns when it was told to stop.
 
@@ -119,65 +185,38 @@ class Supervisor:
         self.config = config
         self.identity = identity
         self.spool = spool
-        self.errors_total = 0
-        """Errors of our own that were caught."""
         self._notifier = notifier
         self._patience = patience
         self._clock = clock or ClockWatch()
-        self._builder = encode.BodyBuilder(identity.boot_id)
         self._stop = asyncio.Event()
-        self._failing: dict[str, float] = {}
-        self._said: set[str] = set()
-        self._rejected = Rejected()
-        self._inventory = Inventory(0, False, [])
+        self._troubles = _Troubles()
         self._status = ""
-        self._kernel_log = spool.get_meta(_KERNEL_LOG) or FROM_BOOT
-        self._kernel_log_due = False
-        self._seal_at = time.monotonic() + random.uniform(0.1, 1.0) * config.push.seal_s
+        # what is to be sent, and when
+        self._builder = encode.BodyBuilder(identity.boot_id)
+        self._kernel_log = _KernelLog(spool.get_meta(_KERNEL_LOG) or FROM_BOOT)
+        self._next = _Next(seal=time.monotonic() + random.uniform(0.1, 1.0) * config.push.seal_s)
         self._seal_soon = False
-        self._own_row_at = time.monotonic()
+        self._inventory = Inventory(0, False, [])
+        self._rejected = Rejected()
         self._cost = Cost()
-        self._hellos = 0
-        self._sender_mark: tuple[object, ...] = ()
-        self._sender_moved = time.monotonic()
+        # who measures
         self.episodes = self._take_up_episodes()
-        self.isolation = Isolation(
-            host,
-            {name: config.probe(name).every_s for name in PROBES if config.probe(name).enabled},
-            config.sampler,
-            self.episodes,
-            self._take,
-            self.report,
-            sampler,
-            patience.restart_s,
-            lambda: self._kernel_log,
-        )
-        enabled = {name: config.bench(name) for name in BENCHES if config.bench(name).enabled}
-        self.rota = Rota(
-            {name: periodic.every_s for name, periodic in enabled.items()},
-            config.gate.gpu_s_per_hour,
-            budget=Budget(
-                config.gate.gpu_s_per_hour,
-                identity.boot_id,
-                spool.get_meta("budget"),
-                lambda text: spool.set_meta("budget", text),
-            ),
-        )
+        self.isolation = self._sampler(host, sampler)
+        self.rota = self._take_up_rota()
         self.benches = self._bench_runner(host, bench_lock, bench)
-        self.directives = Directives(
-            self.benches,
-            self.isolation,
-            self._release,
-            lambda name, text: self.push.tell(name, text),
-            config.benches.tcp,
-            lambda name, address: self.push.tell(name, "", address),
-        )
-        socket = Path(config.runtime_dir) / CONTROL_NAME
-        self.control = Control(socket, self._release, self.isolation.resume, self._control_status)
         self.loaders = Loaders(Path(config.runtime_dir) / LOADER_NAME)
-        self._loaders_at = time.monotonic()
+        # who asks, and who is told
+        self.directives = self._obedience()
+        self.control = Control(
+            Path(config.runtime_dir) / CONTROL_NAME,
+            self._release,
+            self.isolation.resume,
+            self._control_status,
+        )
         settings = PushSettings(collector=config.collector, tls=config.tls, insecure=config.insecure)
         self.push = Push(settings, spool, self._hello, self.directives.obey)
+        self._sender = _Sender()
+        # what is done when
         self.schedule = Schedule()
         self._duties: dict[str, Callable[[], None]] = {
             "clock": self._watch_clock,
@@ -187,6 +226,50 @@ class Supervisor:
             "seal": self._seal_if_due,
             "status": self._tell_status,
         }
+
+    @property
+    def errors_total(self) -> int:
+        """Errors of our own that were caught."""
+        return self._troubles.total
+
+    def _sampler(self, host: HostSettings, command: Sequence[str]) -> Isolation:
+        """What runs the probes that are enabled, in a child."""
+        return Isolation(
+            host,
+            {name: self.config.probe(name).every_s for name in PROBES if self.config.probe(name).enabled},
+            self.config.sampler,
+            self.episodes,
+            self._take,
+            self.report,
+            command,
+            self._patience.restart_s,
+            lambda: self._kernel_log.cursor,
+        )
+
+    def _take_up_rota(self) -> Rota:
+        """The benches that are enabled, with what they took of the cards before the agent's restart."""
+        per_hour = self.config.gate.gpu_s_per_hour
+        return Rota(
+            {name: one.every_s for name in BENCHES if (one := self.config.bench(name)).enabled},
+            per_hour,
+            budget=Budget(
+                per_hour,
+                self.identity.boot_id,
+                self.spool.get_meta("budget"),
+                lambda text: self.spool.set_meta("budget", text),
+            ),
+        )
+
+    def _obedience(self) -> Directives:
+        """What does as the collector says; the push, which answers, is made with it."""
+        return Directives(
+            self.benches,
+            self.isolation,
+            self._release,
+            lambda name, text: self.push.tell(name, text),
+            self.config.benches.tcp,
+            lambda name, address: self.push.tell(name, "", address),
+        )
 
     def _bench_runner(self, host: HostSettings, bench_lock: str, bench: Sequence[str]) -> BenchRunner:
         """What runs benches, with what it told already when the agent last ran."""
@@ -253,7 +336,7 @@ class Supervisor:
         self._builder.add_event(event)
         if not self._seal_soon:
             self._seal_soon = True
-            asyncio.get_running_loop().call_soon(self._guarded, "seal", self._seal)
+            asyncio.get_running_loop().call_soon(self._troubles.guarded, "seal", self._seal)
 
     def _announce_start(self) -> None:
         before = self.spool.get_meta("boot_id")
@@ -284,13 +367,13 @@ class Supervisor:
         """Stop measuring, seal what there is, and give it a short while to be sent."""
         await self.control.close()
         self.loaders.close()
-        self._guarded("loaders", self._write_loaders)
+        self._troubles.guarded("loaders", self._write_loaders)
         self.schedule.stop()
         self.benches.stop()
         with contextlib.suppress(OSError):
             await self.isolation.stop()
         self.report(happened("agent_stop", "node:", f"agent {__version__} was told to stop"))
-        self._guarded("seal", self._seal)
+        self._troubles.guarded("seal", self._seal)
         await self.push.drain(self._patience.stop_s if self.push.connected else 0.0)
 
     # ---- duties
@@ -303,44 +386,23 @@ class Supervisor:
         period = min(PERIOD_S, self.config.sampler.deadline_s / 4, watchdog_s or PERIOD_S)
         loop.call_later(period, self._round, loop)
         for name, duty in self._duties.items():
-            self._guarded(name, duty)
+            self._troubles.guarded(name, duty)
         if watchdog_s is not None and self.healthy():
             self._notifier.send("WATCHDOG=1")
 
     def healthy(self) -> bool:
         """Whether our own parts get on. What drivers or the collector do is no part of it."""
-        now = time.monotonic()
-        if any(now - since > self._patience.duty_s for since in self._failing.values()):
+        if self._troubles.longest_s() > self._patience.duty_s:
             return False
-        mark = (self._hellos, self.push.last_progress_mono)
         resting = not self.spool.pending() or self.push.state.startswith("paused")
-        if mark != self._sender_mark or resting:
-            self._sender_mark, self._sender_moved = mark, now
-        return now - self._sender_moved <= self._patience.sender_s
-
-    def _guarded(self, name: str, duty: Callable[[], None]) -> None:
-        """Run a duty; what it raises is logged once per kind, counted, and the end of nothing."""
-        try:
-            duty()
-        except Exception as error:
-            self._failing.setdefault(name, time.monotonic())
-            self._caught(name, error)
-        else:
-            self._failing.pop(name, None)
-
-    def _caught(self, name: str, error: Exception) -> None:
-        self.errors_total += 1
-        key = f"{name}: {type(error).__name__}"
-        if key not in self._said:
-            self._said.add(key)
-            log.error("%s failed (said once): %s", name, error, exc_info=error)
+        return self._sender.stuck_s(self.push.last_progress_mono, resting) <= self._patience.sender_s
 
     async def _send_forever(self) -> None:
         while True:
             try:
                 await self.push.run()
             except Exception as error:
-                self._caught("push", error)
+                self._troubles.caught("push", error)
             await asyncio.sleep(5.0)
 
     def _watch_clock(self) -> None:
@@ -358,27 +420,27 @@ class Supervisor:
 
     def _seal_if_due(self) -> None:
         now = time.monotonic()
-        if now >= self._seal_at:
-            missed = int((now - self._seal_at) / self.config.push.seal_s)
-            self._seal_at += (missed + 1) * self.config.push.seal_s
+        if now >= self._next.seal:
+            missed = int((now - self._next.seal) / self.config.push.seal_s)
+            self._next.seal += (missed + 1) * self.config.push.seal_s
             self._seal()
 
     def _seal(self) -> None:
         self._seal_soon = False
-        if self._builder.empty and not self._kernel_log_due:
+        if self._builder.empty and not self._kernel_log.due:
             return
         urgent = self._builder.has_events
         # in one step: an event of the kernel log without its position would come again, one lost would not
-        notes = {_KERNEL_LOG: self._kernel_log} if self._kernel_log_due else {}
+        notes = {_KERNEL_LOG: self._kernel_log.cursor} if self._kernel_log.due else {}
         self.spool.put_all(self._builder.seal(wall_us(), mono_us()), event=urgent, notes=notes)
-        self._kernel_log_due = False
+        self._kernel_log.due = False
         self.push.notify()
 
     def _write_own_row(self) -> None:
         now = time.monotonic()
-        if now < self._own_row_at:
+        if now < self._next.own_row:
             return
-        self._own_row_at = now + agent.EVERY
+        self._next.own_row = now + agent.EVERY
         began = time.perf_counter()
         cpu_s, pss = self._cost.read([os.getpid(), *self.isolation.pids])
         stats = self.spool.stats()
@@ -413,8 +475,8 @@ class Supervisor:
 
     def _write_loaders_if_due(self) -> None:
         now = time.monotonic()
-        if now >= self._loaders_at:
-            self._loaders_at = now + self.isolation.intervals().get("loader", loader.EVERY)
+        if now >= self._next.loaders:
+            self._next.loaders = now + self.isolation.intervals().get("loader", loader.EVERY)
             self._write_loaders()
 
     def _write_loaders(self) -> None:
@@ -450,7 +512,7 @@ class Supervisor:
             elif not isinstance(message, Listening):  # that is the bench runner's
                 self.report(message)
         except Exception as error:
-            self._caught("message", error)
+            self._troubles.caught("message", error)
 
     def _take_sweep(self, sweep: Sweep) -> None:
         metrics = METRICS.get(sweep.probe)
@@ -473,8 +535,7 @@ class Supervisor:
             told = self.episodes.hear(event)
             if told is not None:
                 self.report(told)
-        self._kernel_log = news.cursor
-        self._kernel_log_due = True
+        self._kernel_log = _KernelLog(news.cursor, due=True)
 
     def _take_inventory(self, inventory: Inventory) -> None:
         self.episodes.see_inventory(inventory)
@@ -533,7 +594,7 @@ class Supervisor:
         for path in self.spool.take_moved_aside():
             text = f"the spool could not be read and was kept as {path}"
             self.report(happened("spool_corrupt", "node:", text, detail={"path": str(path)}))
-            self._kernel_log_due = self._kernel_log != FROM_BOOT  # the new file does not know it
+            self._kernel_log.due = self._kernel_log.cursor != FROM_BOOT  # the new file does not know it
 
     # ---- for others
 
@@ -545,7 +606,7 @@ class Supervisor:
         return {"released": self.episodes.released, "released_for_s": self.episodes.released_for_s}
 
     def _hello(self) -> pb.Hello:
-        self._hellos += 1
+        self._sender.hellos += 1
         every = self.isolation.intervals() | {"agent": agent.EVERY}
         every |= {"bench": min((self.config.bench(name).every_s for name in BENCHES), default=DAY_S)}
         return encode.hello(

@@ -15,7 +15,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from gpufleet_agent.drivers import BenchResult, Check, go_on
 from gpufleet_agent.gate import Preempted
+from gpufleet_agent.leash import leashed
 from gpufleet_agent.measure import Part, Place
 
 OUTPUT_BYTES = 4 << 20
@@ -39,16 +39,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _KEPT = ("PATH", "LD_LIBRARY_PATH")
 _SET = {"LC_ALL": "C", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_DEBUG": "VERSION"}
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_START = (
-    "import ctypes, os, resource, sys\n"
-    f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})\n"
-    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
-    "try: os.execv(sys.argv[2], sys.argv[2:])\n"
-    "except OSError as error: sys.exit(f'cannot be run: {error.strerror}')\n"
-)
-"""Ends the tool with us, also when we are killed; between fork and exec Python must not do it."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class NoTool(Exception):
@@ -125,7 +116,7 @@ def run(command: Sequence[str], deadline_s: float, check: Check = go_on) -> Ran:
         _Running.before = before
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), program, *command[1:]],
+                leashed(program, *command[1:]),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 env=_environment() | {"HOME": folder, "TMPDIR": folder},
                 cwd=folder, start_new_session=True,

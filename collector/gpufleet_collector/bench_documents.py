@@ -19,6 +19,7 @@ from gpufleet_collector.documents import (
     find_card,
     iso,
     place,
+    place_of,
     rows,
 )
 
@@ -160,7 +161,7 @@ def _judged(row: Row) -> Row:
         verdict = GOOD
     return {
         **{key: row[key] for key in ("node", "entity", "gpu_index")},
-        "place": place(row["node"], row["gpu_index"]),
+        "place": _place(row),
         "ts": iso(row["ts"]),
         **{key: row[key] for key in ("bench", "lease", "status")},
         "reason": row["reason"] or None,
@@ -208,7 +209,7 @@ def history(
     items = [
         {
             "ts": iso(row["ts"]),
-            "place": place(row["node"], row["gpu_index"]),
+            "place": _place(row),
             **{key: row[key] for key in ("node", "entity", "gpu_index", "bench", "link", "status")},
             "reason": row["reason"] or None,
             **{key: row[key] for key in ("value", "unit", "spread", "baseline", "baseline_state", "ratio")},
@@ -229,7 +230,7 @@ def history(
 
 
 def compare(read: duckdb.DuckDBPyConnection, now: datetime, subject: str, by: str) -> Document:
-    """The newest results of a node's or a model's cards, worst first.
+    """The newest results of all that a node has, or of a model's cards, worst first.
 
     Raises:
         NotFound: There is no such node or model.
@@ -254,7 +255,7 @@ def compare(read: duckdb.DuckDBPyConnection, now: datetime, subject: str, by: st
     key = "worst_z" if by == "z" else "worst_ratio"
     items = [
         {
-            "place": place(row["node"], row["gpu_index"]),
+            "place": _place(row),
             **{name: value for name, value in row.items() if name not in ("ok_at", "down", "host_down")},
             "measured_at": iso(row["ok_at"]),
             "age_s": age_s(now, row["ok_at"]),
@@ -288,7 +289,7 @@ def baseline_list(
         learning = row["state"] == "learning"
         items.append(
             {
-                "place": place(row["node"], row["gpu_index"]),
+                "place": _place(row),
                 **{key: row[key] for key in ("node", "entity", "gpu_index")},
                 "bench": bench,
                 "series": series or None,
@@ -303,6 +304,11 @@ def baseline_list(
             }
         )
     return document("BaselineList", now, items)
+
+
+def _place(row: Row) -> str:
+    """`gpu-a03/3`, `gpu-a03`, or what it is on the node: `gpu-a03 numa:1`."""
+    return place_of(row, {(str(row["node"]), str(row["entity"])): row})
 
 
 def _try(read: duckdb.DuckDBPyConnection, sql: str, given: Mapping[str, object]) -> list[Row]:
@@ -398,26 +404,30 @@ order by m.ts desc, m.gpu_index, m.entity, m.bench limit $most
 
 _COMPARE = f"""
 with series as (
-    select * from bench_series($now) where key is not null and current and value > 0
+    -- a card is compared with cards, a NUMA node with NUMA nodes, a port with ports
+    select *, split_part(entity, ':', 1) as kind from bench_series($now)
+    where key is not null and current and value > 0
 ),
 wanted as (
     select * from series
-    where entity like 'gpu:%' and (node = $node or model in (select unnest($models::varchar[])))
+    where node = $node or kind = 'gpu' and model in (select unnest($models::varchar[]))
 ),
 peer as (
-    select model, key, median(value) as value, 1.4826 * mad(ln(value)) as s, count(*) as n
-    from series where recent and entity like 'gpu:%' group by model, key
+    select kind, model, key, median(value) as value, 1.4826 * mad(ln(value)) as s, count(*) as n
+    from series where recent group by kind, model, key
 ),
-own as (select node, model, key, count(*) as n from series where recent group by node, model, key),
+own as (
+    select node, kind, model, key, count(*) as n from series where recent group by node, kind, model, key
+),
 sibling as (
     select w.node, w.entity, w.key, median(o.value) as value, count(*) as n
     from wanted w join series o on o.node = w.node and o.model = w.model and o.key = w.key
-                                and o.entity <> w.entity and o.entity like 'gpu:%'
+                                and o.entity <> w.entity and o.kind = w.kind
     group by w.node, w.entity, w.key
 ),
 rated as (
-    select w.node, w.entity, i.gpu_index, w.model, w.bench, w.link, w.ok_at, w.value, w.unit, w.s as noise,
-           w.down, w.host_down, w.base as baseline, w.base_state as baseline_state,
+    select w.node, w.entity, i.gpu_index, w.model, w.bench, w.convention, w.link, w.ok_at, w.value,
+           w.unit, w.s as noise, w.down, w.host_down, w.base as baseline, w.base_state as baseline_state,
            s.value as siblings, coalesce(s.n, 0) as n_siblings,
            if(p.n - coalesce(o.n, 0) >= 5, p.value, null) as peers,
            greatest(p.n - coalesce(o.n, 0), 0) as n_peers,
@@ -428,8 +438,8 @@ rated as (
            ln(peers_ratio) / nullif(greatest(w.s, coalesce(p.s, 0)), 0) as peers_z
     from wanted w
     left join sibling s on s.node = w.node and s.entity = w.entity and s.key = w.key
-    left join peer p on p.model = w.model and p.key = w.key
-    left join own o on o.node = w.node and o.model = w.model and o.key = w.key
+    left join peer p on p.kind = w.kind and p.model = w.model and p.key = w.key
+    left join own o on o.node = w.node and o.kind = w.kind and o.model = w.model and o.key = w.key
     left join {_INDEX} i on i.node = w.node and i.entity = w.entity
 )
 select *, least(own_ratio, siblings_ratio, peers_ratio) as worst_ratio,

@@ -1,10 +1,15 @@
-"""Suspects are measured again: a card that one run showed slow is known in minutes instead of hours.
+"""Suspects are measured again: a card that one run showed slow is let go in minutes, or known in an hour.
 
 A suspect is a pending finding of `bandwidth_regression`. Its agent is asked for another run of that bench on
 that card five minutes after the newest one, each through the agent's own gate and budget; one that brings no
 result is tried again after twice as long. What was asked stands in table `audit`: a restarted collector goes
-on where it was. Cards of a host whose cards fell at once are not measured again: that is the host's trouble,
-and its rule counts only rounds that were not asked for.
+on where it was.
+
+What disturbs a card once mostly does so for longer than minutes, and a gate that missed it misses it again.
+So five minutes are enough for a run that may clear the card, and not for the one that makes a finding of it:
+that one comes an hour later, or with the next round. Cards of a host that fell at once, be it two of them,
+are not measured again at all: that is the host's trouble, and its rule counts only rounds that were not asked
+for. Nor are cards of a host that people work on.
 """
 
 import asyncio
@@ -22,10 +27,11 @@ from gpufleet_collector.store import LIVE, Store
 log = logging.getLogger(__name__)
 
 AFTER = timedelta(minutes=5)
-"""Runs that are nearer to each other show the same disturbance."""
+"""Runs that are nearer to each other surely show the same disturbance."""
 
 JITTER_S = 60.0
 LONGEST = timedelta(hours=1)
+"""Between tries; and before a run that would be the last that a finding needs."""
 LOOK_S = 5.0
 VERB = "bench retest"
 
@@ -60,8 +66,8 @@ def suspects(read: duckdb.DuckDBPyConnection, now: datetime) -> list[Suspect]:
     """Every suspect, the one that is due first before the others."""
     rows = read.execute(_SUSPECTS, {"now": now, "verb": VERB}).fetchall()
     found = []
-    for node, entity, bench, shown_at, asked_at, tries, dice in rows:
-        wait = min(AFTER * 2 ** min(tries, 10), LONGEST)
+    for node, entity, bench, shown_at, asked_at, tries, decisive, dice in rows:
+        wait = LONGEST if decisive else min(AFTER * 2 ** min(tries, 10), LONGEST)
         since = max(one for one in (shown_at, asked_at) if one is not None)
         found.append(Suspect(node, entity, bench, since + wait + timedelta(seconds=JITTER_S * dice), tries))
     return sorted(found, key=lambda one: (one.due, one.node, one.entity))
@@ -145,13 +151,18 @@ class Retests:
 
 
 _SUSPECTS = """
-with suspect as (
-    select f.id, f.node, f.entity, f.last_evidence_at, try_cast(f.detail as json) ->> '$.bench' as bench
+with pending as (
+    select f.id, f.node, f.entity, f.last_evidence_at, try_cast(f.detail as json) ->> '$.bench' as bench,
+           len(list_filter(json_extract_string(f.evidence, '$[*][1]'), lambda verdict: verdict <> 'ok'))
+               >= if(f.code = 'below_floor', 1, 2) as decisive
     from finding f
     where f.rule = 'bandwidth_regression' and f.state = 'pending' and f.entity like 'gpu:%'
       and not exists (from finding h where h.rule = 'bandwidth_regression_host' and h.node = f.node
                       and h.state <> 'resolved')
+      and f.node not in (select node from maintenance_at($now))
 ),
+-- one card of its host; of a pair, both ends may show it
+suspect as (from pending qualify count(*) over (partition by node, bench) = 1 or bench = 'p2p'),
 ran as (
     select s.id, max(r.ts) as ran_at
     from suspect s join bench_samples() r on r.node = s.node and r.entity = s.entity and r.bench = s.bench
@@ -165,7 +176,7 @@ asked as (
     group by s.id
 )
 select s.node, s.entity, s.bench, greatest(s.last_evidence_at, r.ran_at) as shown_at, a.asked_at,
-       coalesce(a.tries, 0) as tries,
+       coalesce(a.tries, 0) as tries, s.decisive,
        (hash(s.id, coalesce(a.tries, 0)) % 1000)::double / 1000 as dice
 from suspect s left join ran r using (id) left join asked a using (id)
 where s.bench is not null and s.bench <> ''

@@ -123,6 +123,45 @@ def test_compare_sorts_by_what_is_worst(seed: "Seed", run: Run) -> None:
     assert zs == sorted(zs)
 
 
+def test_compare_shows_all_that_a_node_measures(seed: "Seed", run: Run) -> None:
+    for number in range(1, 8):
+        name = f"gpu-{number:03}"
+        seed.node(name, gpus=2)
+        slow = 0.8 if number == 1 else 1.0
+        host = {"link": "", "params_hash": "cd34", "driver": ""}
+        for numa in (0, 1):
+            memory = {**host, "entity": f"numa:{numa}", "bench": "memcpy", "convention": "read_plus_write"}
+            value = 180.0 * (slow if numa else 1.0)
+            seed.bench(name, None, value, 30.0, **memory)
+        seed.bench(name, None, 3.1, 50.0, **{**host, "bench": "disk_read", "convention": "direct_sequential"})
+        for way, value in (("read", 2.9), ("write", 1.4)):
+            seed.bench(name, None, value, 60.0, **{**host, "bench": "fio", "convention": way})
+        if number != 2:
+            stream = {**host, "bench": "tcp", "convention": "one_stream", "lease": f"run-{number}"}
+            seed.bench(name, None, 2.5 * slow, 70.0, **stream | {"peer": "gpu-002", "link": "tcp:gpu-002"})
+        pair = {"bench": "p2p", "peer": seed.entity(name, 1), "link": "nvlink:1b:00>43:00"}
+        seed.bench(name, 0, 380.0, 40.0, **pair)
+    seed.bench("gpu-001", None, 11.7, 600.0, bench="tcp", peer="gpu-003", link="tcp:gpu-003", lease="run-9")
+    key = "memcpy/1/read_plus_write/cd34/"
+    seed.baseline("gpu-001", 0, 180.0, entity="numa:1", key=key, spread=0.01)
+    seed.limits()
+    same("compare_host", run("bench", "compare", "gpu-001"))
+    items = json.loads(run("bench", "compare", "gpu-001", "-o", "json").output)["items"]
+    found = {(item["place"], item["bench"], item["link"]): item for item in items}
+    slow_memory = found["gpu-001 numa:1", "memcpy", ""]
+    assert slow_memory["own_ratio"] == pytest.approx(0.8)
+    assert slow_memory["siblings_ratio"] == pytest.approx(0.8), "the other node's memory"
+    assert (slow_memory["peers_ratio"], slow_memory["n_peers"]) == (pytest.approx(0.8), 12)
+    stream = found["gpu-001", "tcp", "tcp:gpu-002"]
+    assert stream["peers_ratio"] == pytest.approx(0.8), "beside the streams of others to that node"
+    assert (stream["siblings"], stream["n_siblings"], stream["n_peers"]) == (None, 0, 5)
+    alone = found["gpu-001", "tcp", "tcp:gpu-003"]
+    assert (alone["peers"], alone["n_peers"], alone["own_ratio"]) == (None, 0, None)
+    assert {item["convention"] for item in items if item["bench"] == "fio"} == {"read", "write"}
+    cards = json.loads(run("bench", "compare", "H100", "-o", "json").output)["items"]
+    assert {item["bench"] for item in cards} == {"p2p"}, "a model has cards, not hosts"
+
+
 def test_a_card_without_past_has_siblings_and_peers_all_the_same(seed: "Seed", run: Run) -> None:
     fleet(seed)
     with seed.store.transaction() as write:

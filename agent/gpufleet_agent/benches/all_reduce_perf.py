@@ -1,13 +1,14 @@
 """All-reduce over the cards of this host, or over hosts by a launcher, by NVIDIA's `nccl-tests`. GB/s.
 
 The value is the bus bandwidth of the largest size: bytes over time, times 2 (n - 1) / n for n cards. The
-convention says how many cards and bytes; a result that does not add up is none. The table is the same in all
+convention says how many cards and bytes, and what of NCCL's choice (ring, tree, NVLS) the command took over: with
+NVLS eight cards reach a third more than with a ring. A result that does not add up is none. The table is the same in all
 versions; the JSON file of newer ones also holds the tool's environment, and is not asked for.
 (NVIDIA/nccl-tests, doc/PERFORMANCE.md)
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from gpufleet.metric import Value
@@ -28,6 +29,7 @@ _MOST = 20_000.0
 _LABEL = re.compile(r"^(?:\[[\d,]+\]<std(?:out|err)>:|\s*\d+: )", re.MULTILINE)
 """What mpirun --tag-output and srun --label put before each line."""
 _RANK = re.compile(r"^#\s+Rank\s+([0-9]{1,6})\s", re.MULTILINE)
+_CHOICE = re.compile(r"\bNCCL_(ALGO|PROTO|NVLS_ENABLE)=([^\s,]+)")
 _WRONG = re.compile(r"^#?\s*Out of bounds values\s*:\s*(\d+)\s+(\S+)", re.MULTILINE)
 _LIBRARY = re.compile(r"nccl-library=(\d{4,6})\b")
 _NCCL = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
@@ -43,11 +45,22 @@ def run(at: Place, params: Mapping[str, Value]) -> list[Part]:
     if not at.command and len(at.cards) < 2:
         return [tool.row("unsupported", "GB/s", f"{len(at.cards)} cards: it takes two", CONVENTION)]
     command = [argument.replace("{cards}", str(len(at.cards))) for argument in at.command or COMMAND]
-    return tool.measured(at, command, ("GB/s", CONVENTION), lambda ran: parse(ran.out), on_cards=True)
+    chosen = choice(command)
+    return tool.measured(at, command, ("GB/s", CONVENTION), lambda ran: parse(ran.out, chosen), on_cards=True)
 
 
-def parse(text: str) -> list[Part]:
+def choice(command: Sequence[str]) -> str:
+    """What the command's variables say of NCCL's choice, as a part of the convention: `_algo_ring`."""
+    found = sorted({(name, value) for word in command for name, value in _CHOICE.findall(word)})
+    return "".join(f"_{name}_{tool.word(value.replace('^', 'not_'), 20)}".lower() for name, value in found)
+
+
+def parse(text: str, chosen: str = "") -> list[Part]:
     """What the tool printed, or the launcher that ran it.
+
+    Args:
+        text: Its standard output.
+        chosen: See `choice`.
 
     Raises:
         BadTool: It cannot be read.
@@ -70,7 +83,7 @@ def parse(text: str) -> list[Part]:
     if n < 2 or ranks != set(range(n)):
         raise tool.BadTool(f"its output names {n} cards, not all of two or more")
     version = _version(text)
-    convention = f"{CONVENTION}_{n}_cards_{size}_bytes"
+    convention = f"{CONVENTION}_{n}_cards_{size}_bytes{chosen}"
     wrong = [found for found in _WRONG.findall(text) if found[0].strip("0") or found[1] != "OK"]
     for found in rows:
         wrong += [(cell, "") for cell in (found[9], found[13]) if cell != "N/A" and not _none(cell)]

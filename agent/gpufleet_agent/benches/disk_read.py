@@ -29,6 +29,9 @@ CACHED = "fadvise_sequential"
 _ROOM = 4
 """The file is not made where this many times its size is not free."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""That there is no room says nothing about the disk's speed."""
+
 
 def run(at: Place, params: Mapping[str, Value]) -> tuple[BenchResult, str]:
     """Read the whole file once per repeat; the value is the repeats' median."""
@@ -45,7 +48,8 @@ def run(at: Place, params: Mapping[str, Value]) -> tuple[BenchResult, str]:
         with mmap.mmap(-1, block) as buffer:
             samples, convention = _samples(at, path, buffer, int(params["repeats"]))
     except OSError as error:
-        return BenchResult("failed", None, "GB/s", f"{path}: {error.strerror}"), CONVENTION
+        status = "skipped" if error.errno in _FULL else "failed"
+        return BenchResult(status, None, "GB/s", f"{path}: {error.strerror}"), CONVENTION
     middle = sorted(samples)[len(samples) // 2]
     return BenchResult("ok", middle, "GB/s", "", samples, time.perf_counter() - began), convention
 
@@ -80,12 +84,16 @@ def _read(at: Place, path: Path, flag: int, buffer: mmap.mmap) -> float:
 
 
 def _make(at: Place, path: Path, size: int, block: int) -> None:
-    """Write the file under another name first: one cut short by a full disk is never read."""
+    """Write the file under another name first: one cut short by a full disk is neither read nor left there."""
     draft = path.with_suffix(".new")
-    with draft.open("wb") as file:
-        for _ in range(0, size, block):
-            at.check()
-            file.write(os.urandom(min(block, size)))  # nothing that a file system could squeeze
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            for _ in range(0, size, block):
+                at.check()
+                file.write(os.urandom(min(block, size)))  # nothing that a file system could squeeze
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

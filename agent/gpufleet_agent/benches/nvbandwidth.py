@@ -1,7 +1,8 @@
 """Copies between host and cards, between cards and within each, by NVIDIA's `nvbandwidth`. GB/s.
 
 A byte counts once, also within a card. Between cards the value of a card is that of the slowest of its peers,
-and the convention says how many these are. (NVIDIA/nvbandwidth, versions 0.5 to 0.9)
+and the convention says how many these are. Its tests of latency, which a site's own command may ask for, are in us,
+and of those of a card the slowest is the longest. (NVIDIA/nvbandwidth, versions 0.5 to 0.9)
 """
 
 import re
@@ -27,6 +28,9 @@ COMMAND = (
 PARAMS: Mapping[str, Value] = {"command": " ".join(COMMAND)}
 
 _MOST = 20_000.0
+_UNITS = {"GB/s": ("GB/s", 1.0, CONVENTION), "ns": ("us", 1e-3, "latency")}
+"""What it measured in -> our unit, factor, what was counted."""
+_UNIT = re.compile(r"\(([^()]*)\)\s*$")
 _ADDRESS = re.compile(r"\(([0-9a-fA-F]{8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.0)?\)")
 
 
@@ -73,7 +77,13 @@ def parse(text: str, cards: Mapping[str, str]) -> list[Part]:
             status = "ended twice"
         convention = f"{CONVENTION}:{name}"
         if status == "passed" and not said.get("error"):
-            parts += _cards(name, ends[0].get("bandwidth_matrix"), entities, convention, version)
+            told = _UNIT.search(str(ends[0].get("bandwidth_description") or "(GB/s)"))
+            unit = told[1].strip() if told else ""
+            if unit in _UNITS:
+                parts += _cards(name, ends[0].get("bandwidth_matrix"), entities, unit, version)
+            else:
+                why = f"{name}: measured in {tool.one_line(unit, 40) or 'no unit'}, which is not known"
+                parts.append(tool.row("failed", "GB/s", why, convention, version))
         elif status in ("waived", "not found", "passed"):
             parts.append(tool.row("unsupported", "GB/s", f"{name}: {status}", convention, version))
         else:
@@ -100,28 +110,30 @@ def _entities(said: Mapping[str, object], cards: Mapping[str, str]) -> list[str]
     return found
 
 
-def _cards(name: str, matrix: object, entities: Sequence[str], convention: str, version: str) -> list[Part]:
+def _cards(name: str, matrix: object, entities: Sequence[str], measured_in: str, version: str) -> list[Part]:
+    unit, factor, counted = _UNITS[measured_in]
+    convention = f"{counted}:{name}"
     rows = [tool.array(line) for line in tool.array(matrix)]
     n = len(entities)
     among = name.startswith("device_to_device")
     if not n or len(rows) != (n if among else 1) or any(len(line) != n for line in rows):
         why = f"{name}: its matrix does not fit {n} cards"
-        return [tool.row("failed", "GB/s", why, convention, version)]
+        return [tool.row("failed", unit, why, convention, version)]
     parts = []
     for at, entity in enumerate(entities):
         cells = [rows[at][to] for to in range(n) if to != at] if among else [rows[0][at]]
         cells = [cell for cell in cells if str(cell).strip().upper() != "N/A"]
         values = [tool.number(cell, _MOST) for cell in cells]
-        known = [value for value in values if value is not None]
+        known = [value * factor for value in values if value is not None]
         if not cells:
-            parts.append(tool.row("unsupported", "GB/s", f"{name}: N/A", convention, version, entity))
+            parts.append(tool.row("unsupported", unit, f"{name}: N/A", convention, version, entity))
         elif len(known) < len(cells):
             bad = next(cell for cell, value in zip(cells, values, strict=True) if value is None)
-            why = f"{name}: {bad!r:.40} is no bandwidth"
-            parts.append(tool.row("failed", "GB/s", why, convention, version, entity))
+            why = f"{name}: {bad!r:.40} is no {'bandwidth' if factor == 1 else 'latency'}"
+            parts.append(tool.row("failed", unit, why, convention, version, entity))
         else:
             slowest = f":slowest_of_{len(known)}" if among else ""
-            value = min(known) if among else median(known)
-            result = BenchResult("ok", value, "GB/s", "", tuple(known))
+            value = (min(known) if factor == 1 else max(known)) if among else median(known)
+            result = BenchResult("ok", value, unit, "", tuple(known))
             parts.append(Part(entity, result, convention + slowest, version))
     return parts

@@ -1,6 +1,8 @@
 """`fleet bench`: who is measured, run one now, how a card did over time, beside whom, against what."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 
 import click
 
@@ -29,9 +31,9 @@ EXIT = {"good": errors.OK, "bad": errors.BAD}
 def bench(context: click.Context) -> None:
     """Micro-benchmarks of the cards. Without a word: who was measured when, what it took, and the suspects.
 
-    A card that one run shows slow is a suspect: it is measured again every five minutes until it is sure. S/H
-    and S TOTAL are seconds that benches kept a card in the last hour, at most, and all cards since the agent
-    started.
+    A card that one run shows slow is a suspect: it is measured again after five minutes, and after an hour
+    where that was slow too. S/H and S TOTAL are seconds that benches kept a card in the last hour, at most,
+    and all cards since the agent started.
     """
     if context.invoked_subcommand is None:
 
@@ -119,9 +121,10 @@ def history(context: click.Context, subject: str, name: str, since: float) -> No
 @options
 @click.pass_context
 def compare(context: click.Context, subject: str, by: str) -> None:
-    """Each card's newest results beside its own baseline, its host's other cards and the fleet's peers.
+    """Newest results of all that NODE has beside their own baselines, its others and the fleet's peers.
 
-    Peers are cards of the same model, bench, version, parameters and link on other hosts, five at least.
+    Of a MODEL, its cards. Peers are the same model, bench, version, parameters and link on other hosts, five
+    at least; of what is no card, the same bench, of a stream that to the same node.
     """
 
     def fetch(client: Client) -> Json:
@@ -318,9 +321,21 @@ def _history(document: Json, settings: Settings) -> str:
 
 
 def _bench(item: render.Json) -> str:
-    """Its name, and the node at the other end of a stream."""
+    """Its name, and the other end where there is one: the node that a stream goes to, or a card's address."""
     name, link = str(item.get("bench")), str(item.get("link") or "")
-    return f"{name} > {link.removeprefix('tcp:')}" if link.startswith("tcp:") else name
+    kind, _, ends = link.partition(":")
+    to = ends if kind == "tcp" else ends.rpartition(">")[2]
+    return f"{name} > {to}" if to else name
+
+
+def _series(items: Sequence[render.Json]) -> list[str]:
+    """The name of each one's series; with what was counted, where one place has several of a name."""
+    names = [_bench(item) for item in items]
+    times = Counter((item.get("place"), name) for item, name in zip(items, names, strict=True))
+    return [
+        name if times[item.get("place"), name] == 1 else f"{name} {item.get('convention')}"
+        for item, name in zip(items, names, strict=True)
+    ]
 
 
 def _outcome(item: render.Json) -> str:
@@ -335,14 +350,15 @@ def _outcome(item: render.Json) -> str:
 def _compare(document: Json, settings: Settings) -> str:
     limit = limit_of(settings)
     columns = [
-        Column("CARD"), Column("BENCH"), Column("VALUE", right=True), Column("OWN", right=True),
+        Column("ON"), Column("BENCH"), Column("VALUE", right=True), Column("OWN", right=True),
         Column("HOST", right=True), Column("PEERS", right=True), Column("WORST Z", right=True),
         Column("AGE", right=True), Column("NOTE", fold=True),
     ]  # fmt: skip
+    items = render.items(document, "items")
     rows = [
         [
             str(item.get("place")),
-            str(item.get("bench")),
+            name,
             _value(item.get("value"), item.get("unit")),
             change(item.get("own_ratio")),
             change(item.get("siblings_ratio")),
@@ -351,10 +367,10 @@ def _compare(document: Json, settings: Settings) -> str:
             render.age(item.get("age_s")),
             _note(item),
         ]
-        for item in render.items(document, "items")
+        for item, name in zip(items, _series(items), strict=True)
     ]
     if not rows:
-        return f"no card of {document.get('subject')} was measured lately"
+        return f"nothing of {document.get('subject')} was measured lately"
     return "\n".join(render.table(columns, rows, limit))
 
 

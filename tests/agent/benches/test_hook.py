@@ -107,6 +107,35 @@ def test_it_is_gone_within_a_second_of_sigterm(rig: Any, stuck: bool) -> None:
     assert "told to stop" in errors
 
 
+def running(root: Path) -> list[int]:
+    """Processes that were told of this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(root).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144])
+def test_whenever_it_is_told_to_stop_nobody_is_left_and_nothing_half_done_is_good(
+    rig: Any, calls: int
+) -> None:
+    rig.cuda("slow cuEventSynchronize 20000")
+    process = start(rig, "--quick", "-o", "json", "--deadline", "60s")
+    rig.wait_for(lambda: rig.count("") >= calls or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    status, out, _ = end(process, 90)
+    rig.wait_for(lambda: not running(rig.root))
+    rows = json.loads(out)["items"] if out else []
+    for row in rows:
+        assert (row["value"] is not None) == (row["status"] == "ok")
+    whole = len(rows) == 4 and {row["status"] for row in rows} == {"ok"}
+    assert status in (hook.OK if whole else hook.UNKNOWN, -signal.SIGTERM)
+
+
 def test_it_ends_by_its_deadline_when_a_driver_call_does_not_return(rig: Any) -> None:
     rig.cuda("block cuInit")
     status, out, errors = end(start(rig, "--quick", "--deadline", "4s"))
@@ -154,3 +183,13 @@ def test_statuses() -> None:
         == hook.BELOW
     )
     assert hook.Outcome([row, {"status": "hung", "below": False}]).status == hook.BELOW
+    broken: hook.Row = {"entity": "node:", "status": "failed", "below": False}
+    assert hook.Outcome([row, broken]).status == hook.UNKNOWN, "no card failed: nothing to drain a node for"
+
+
+def test_a_lock_that_cannot_be_taken_drains_no_node(rig: Any) -> None:
+    rig.lock.mkdir(parents=True)
+    status, rows, _ = quick(rig, "--deadline", "30s")
+    assert status == 3
+    assert {row["status"] for row in rows} == {"skipped"}
+    assert all("cannot be taken: Is a directory" in str(row["reason"]) for row in rows)

@@ -1,5 +1,6 @@
 """What tools of a host print, and what becomes of it: outputs as their formats are documented."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -149,12 +150,64 @@ def test_every_output_is_looked_at() -> None:
     assert {path.stem for path in FILES} == FOUND.keys() | UNREADABLE.keys()
 
 
+@pytest.mark.parametrize(
+    ("command", "chosen"),
+    [
+        (all_reduce_perf.COMMAND, ""),
+        (("env", "NCCL_ALGO=Ring", "all_reduce_perf"), "_algo_ring"),
+        (("mpirun", "-x", "NCCL_NVLS_ENABLE=0", "-x", "NCCL_PROTO=Simple", "all_reduce_perf"),
+         "_nvls_enable_0_proto_simple"),
+        (("srun", "--export=ALL,NCCL_ALGO=^NVLS,NCCL_IB_HCA=mlx5", "all_reduce_perf"), "_algo_not_nvls"),
+        (("env", "MY_NCCL_ALGO=x", "NCCL_ALGORITHM=y", "all_reduce_perf"), ""),
+    ],
+)  # fmt: skip
+def test_the_ring_of_a_sites_command_is_another_series_than_what_nccl_chooses(
+    command: tuple[str, ...], chosen: str
+) -> None:
+    assert all_reduce_perf.choice(command) == chosen
+    text = (OUTPUTS / "all_reduce_perf-2.17-good.out").read_text()
+    (part,) = all_reduce_perf.parse(text, chosen)
+    assert part.convention == f"busbw_8_cards_8589934592_bytes{chosen}"
+
+
 def test_an_old_nvbandwidth_counts_cards_in_the_order_of_the_bus() -> None:
     two = {pci: CARDS[pci] for pci in ("0000:2a:00.0", "0000:18:00.0")}
     parts = nvbandwidth.parse((OUTPUTS / "nvbandwidth-0.5-good.out").read_text(), two)
     assert [(p.entity, p.result.value, p.version) for p in parts] == [
         (A, 25.92, "v0.5-3-gabcdef0"), (B, 25.90, "v0.5-3-gabcdef0"),
     ]  # fmt: skip
+
+
+def latency(description: str, name: str = "host_device_latency_sm") -> list[Part]:
+    text = (OUTPUTS / "nvbandwidth-0.8-good.out").read_text()
+    matrix = [["649.879", "651.0", "800.5"]]
+    if name.startswith("device_to_device"):
+        matrix = [["N/A", "1100.0", "1200.0"], ["1000.0", "N/A", "1000.0"], ["1000.0", "1300.0", "N/A"]]
+    test = {"name": name, "status": "Passed", "bandwidth_matrix": matrix, "sum": 1.0}
+    said = json.loads(text[text.index("{") :])
+    said["nvbandwidth"]["testcases"] = [
+        test | ({"bandwidth_description": description} if description else {})
+    ]
+    return parse("nvbandwidth", json.dumps(said))
+
+
+def test_a_latency_is_no_bandwidth() -> None:
+    found = latency("memory latency SM CPU(row) <-> GPU(column) (ns) ")
+    assert [part.result.value for part in found] == [pytest.approx(v) for v in (0.649879, 0.651, 0.8005)]
+    assert {part.result.unit for part in found} == {"us"}
+    assert {part.convention for part in found} == {"latency:host_device_latency_sm"}
+    among = latency(
+        "Device to Device Latency SM GPU(row) <-> GPU(column) (ns)", "device_to_device_latency_sm"
+    )
+    assert [part.result.value for part in among] == [pytest.approx(v) for v in (1.2, 1.0, 1.3)]
+    assert {part.convention for part in among} == {"latency:device_to_device_latency_sm:slowest_of_2"}
+
+
+@pytest.mark.parametrize("description", ["copies (MB/s)", "copies (%)", "copies", "copies ()"])
+def test_what_was_measured_in_something_else_is_no_value(description: str) -> None:
+    (part,) = latency(description)
+    assert (part.result.status, part.result.value) == ("failed", None)
+    assert "which is not known" in part.result.reason
 
 
 def test_a_card_that_is_not_known_here_is_nobodys() -> None:

@@ -163,7 +163,7 @@ def test_the_environment_is_read_once_and_not_of_a_stuck_process(tree: Tree) -> 
     assert jobs.process(51200)["rank"] == 0
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.usefixtures("bound_by_modes")
 def test_an_environment_of_somebody_else(tree: Tree) -> None:
     root = tree("hgx-h100")
     (root / "proc/51200/environ").chmod(0)

@@ -193,7 +193,7 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path, place: 
     assert str(tmp_path / place) in str(error.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.usefixtures("bound_by_modes")
 def test_a_read_only_directory_is_a_clear_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(SpoolError, match="cannot write"):

@@ -1,6 +1,7 @@
 """Rule bandwidth_regression, and the baselines it compares with."""
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -413,6 +414,15 @@ def test_a_new_card_is_held_against_its_peers(fleet: "Fleet", judge: Judge) -> N
     assert [row[1:] for row in fleet.findings()] == [(cards[8].entity, "firing", "warn", "below_peers")]
 
 
+CONVENTIONS = {
+    "nvbandwidth": "copied_once:(host_to_device_memcpy_ce|device_to_host_memcpy_ce|"
+    r"device_to_device_memcpy_write_ce:slowest_of_\d+)",
+    "all_reduce_perf": r"busbw_\d+_cards_\d+_bytes(_algo_[a-z]+)?",
+    "ib_write_bw": r"copied_once_\d+_bytes",
+}
+"""What the tools' rows say was counted; a local copy by nvbandwidth is counted once, `hbm` twice."""
+
+
 def test_expected_values_are_plausible(fleet: "Fleet", judge: Judge) -> None:
     rows = fleet.sql(
         "SELECT words, bench, convention, theory, typical, floor, mem_clock_mhz, bus_bits, source "
@@ -421,12 +431,18 @@ def test_expected_values_are_plausible(fleet: "Fleet", judge: Judge) -> None:
     keys = fleet.sql("SELECT words, bench, convention, link FROM bench_expected()")
     assert len(set(keys)) == len(rows) > 20
     for words, name, convention, theory, typical, floor, clock, bits, source in rows:
-        where = f"{words} {name}"
-        assert isinstance(theory, float), where
+        where = f"{words} {name} {convention}"
         assert isinstance(floor, float), where
-        assert 0.5 <= floor / theory <= 1.0, where
-        assert typical is None or (isinstance(typical, float) and floor < typical < theory), where
-        assert convention in ("copied_once", "read_plus_write"), where
+        assert typical is None or (isinstance(typical, float) and floor < typical <= 2 * floor), where
+        # what NCCL chooses may add up in the switches: more arrives than a link carries
+        if theory is None:
+            assert (name, "_algo_" in str(convention)) == ("all_reduce_perf", False), where
+            assert typical is not None, where
+        else:
+            assert isinstance(theory, float), where
+            assert 0.5 <= floor / theory <= 1.0, where
+            assert typical is None or typical < theory, where
+        assert re.fullmatch(CONVENTIONS.get(str(name), "copied_once|read_plus_write"), str(convention)), where
         assert source, where
         assert (name == "hbm") == (clock is not None), where
         if isinstance(clock, int) and isinstance(bits, int):
