@@ -364,8 +364,9 @@ select r.node, r.entity, i.gpu_index, r.ts, r.bench, r.lease, r.status, r.reason
        if(r.unit in ('us', 'ms', 's'), s.base / nullif(r.value, 0), r.value / nullif(s.base, 0)) as ratio,
        if(s.ok_at = r.ts, exp(s.net), null) as net_ratio, f.floor,
        (select max_by(e.typical, length(e.words)) from bench_expected() e
-        where e.bench = r.bench and e.convention = r.convention and e.link in ('', coalesce(r.link, ''))
-          and contains(' ' || trim(regexp_replace(lower(s.model), '[^a-z0-9]+', ' ', 'g')) || ' ',
+        where e.bench = r.bench and e.convention = r.convention
+          and e.link in ('', split_part(coalesce(r.link, ''), ':', 1))
+          and contains(' ' || trim(regexp_replace(lower(s.cards), '[^a-z0-9]+', ' ', 'g')) || ' ',
                        ' ' || e.words || ' ')
        ) as typical,
        case when r.status <> 'ok' or r.value is null then r.status
@@ -376,8 +377,8 @@ select r.node, r.entity, i.gpu_index, r.ts, r.bench, r.lease, r.status, r.reason
             when s.ok_at is distinct from r.ts then 'newer_run' else 'learning' end as code
 from run r
 left join series s on s.entity = r.entity and s.key = r.key
-left join bench_floors($now) f on f.model = s.model and f.bench = r.bench and f.convention = r.convention
-      and f.link in ('', coalesce(r.link, ''))
+left join bench_floors($now) f on f.model = s.cards and f.bench = r.bench and f.convention = r.convention
+      and f.link in ('', split_part(coalesce(r.link, ''), ':', 1))
 left join {_INDEX} i on i.node = r.node and i.entity = r.entity
 order by r.entity = 'node:', i.gpu_index, r.entity, r.ts
 """

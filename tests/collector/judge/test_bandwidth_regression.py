@@ -461,3 +461,23 @@ def test_the_page_has_the_expected_values_of_copies_between_cards(fleet: "Fleet"
         "FROM bench_expected() WHERE bench = 'p2p'"
     )
     assert told == set(known)
+
+
+@pytest.mark.parametrize(
+    ("convention", "value", "found"),
+    [
+        ("busbw_8_cards_8589934592_bytes", 250.0, ("crit", "below_floor")),
+        ("busbw_8_cards_8589934592_bytes", 360.0, ("n/a", "learning")),
+        ("busbw_4_cards_8589934592_bytes", 250.0, ("n/a", "learning")),
+    ],
+    ids=["no well host", "without NVLS", "four cards"],
+)
+def test_what_all_cards_of_a_host_do_together_has_a_floor(
+    fleet: "Fleet", judge: Judge, convention: str, value: float, found: tuple[str, str]
+) -> None:
+    fleet.add("gpu-001", gpus=2)
+    fleet.bench("node:", "gpu-001", value, bench="all_reduce_perf", convention=convention, link="")
+    assert fleet.find(RULE, "node:", "gpu-001")[:2] == found
+    fleet.add("cpu-001", gpus=0)
+    fleet.bench("node:", "cpu-001", value, bench="all_reduce_perf", convention=convention, link="")
+    assert fleet.find(RULE, "node:", "cpu-001")[:2] == ("n/a", "learning"), "cards of which model?"

@@ -39,7 +39,16 @@ from (values
     ('mi300x',           'h2d', 'copied_once',     'pcie5x16',   63.0,   null,   48.0, 'GB/s', null, null, 'floor of Azure''s node health checks'),
     ('h200',             'p2p', 'copied_once',     'nvlink',    450.0,  396.4,  335.0, 'GB/s', null, null, 'ml-engineering: measured; floor of Azure''s node health checks'),
     ('h100 80gb hbm3',   'p2p', 'copied_once',     'nvlink',    450.0,  380.0,  335.0, 'GB/s', null, null, 'NVIDIA/nccl issue 1264; floor of Azure''s node health checks'),
-    ('a100',             'p2p', 'copied_once',     'nvlink',    300.0,  276.0,  235.0, 'GB/s', null, null, 'nvbandwidth''s example; floor of Azure''s node health checks')
+    ('a100',             'p2p', 'copied_once',     'nvlink',    300.0,  276.0,  235.0, 'GB/s', null, null, 'nvbandwidth''s example; floor of Azure''s node health checks'),
+    ('h200', 'nvbandwidth', 'copied_once:device_to_device_memcpy_write_ce:slowest_of_7', '', 450.0, 396.4, 335.0, 'GB/s', null, null, 'ml-engineering: measured; floor of Azure''s node health checks'),
+    ('h100 80gb hbm3', 'nvbandwidth', 'copied_once:device_to_device_memcpy_write_ce:slowest_of_7', '', 450.0, 380.0, 335.0, 'GB/s', null, null, 'NVIDIA/nccl issue 1264; floor of Azure''s node health checks'),
+    ('a100 sxm4 80gb', 'nvbandwidth', 'copied_once:device_to_device_memcpy_write_ce:slowest_of_7', '', 300.0, 276.0, 235.0, 'GB/s', null, null, 'nvbandwidth''s example; floor of Azure''s node health checks'),
+    ('h200', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes', '', null, 473.1, 274.0, 'GB/s', null, null, 'ml-engineering: measured, NVLS; floor 3/4 of its ring'),
+    ('h100 80gb hbm3', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes', '', null, 479.7, 274.0, 'GB/s', null, null, 'a vendor''s measurement, NVLS; floor that of the H200, which has the same links'),
+    ('b200', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes', '', null, 838.0, 511.0, 'GB/s', null, null, 'ml-engineering: measured, NVLS; floor 3/4 of its ring'),
+    ('a100 sxm4 80gb', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes', '', 300.0, 235.0, 176.0, 'GB/s', null, null, 'superbench-results: golden mean; floor 3/4 of it'),
+    ('h200', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes_algo_ring', '', 450.0, 365.6, 274.0, 'GB/s', null, null, 'ml-engineering: measured; floor 3/4 of it'),
+    ('b200', 'all_reduce_perf', 'busbw_8_cards_8589934592_bytes_algo_ring', '', 900.0, 682.2, 511.0, 'GB/s', null, null, 'ml-engineering: measured; floor 3/4 of it')
 ) e(words, bench, convention, link, theory, typical, floor, unit, mem_clock_mhz, bus_bits, source);
 
 -- The floor of each card model, bench, convention and link.
@@ -68,6 +77,7 @@ group by f.node, f.entity, f.key, f.epoch;
 --   s, down   its scatter as a part of the value; whether net is below the gate
 --   correlated  the newest run was asked for less than five minutes after another: what disturbed that one may still be
 --             there, so that it is no evidence of its own
+--   cards     the model whose expected values hold: of the card, or the only one of the host's cards
 --   host_down half of the cards of its host, and at least two, are down in this round: that is the host's trouble
 create or replace macro bench_series(as_of) as table
 with lim as (
@@ -100,14 +110,16 @@ thing as (
     union
     select node, entity, '' from run where entity not like 'gpu:%'
 ),
+alone as (select node, min(model) as model from card_list(as_of) group by node having min(model) = max(model)),
 series as (
-    select t.node, t.entity, t.model, r.* exclude (node, entity, last2), l.* exclude (node, model),
+    select t.node, t.entity, t.model, coalesce(nullif(t.model, ''), o.model) as cards, r.* exclude (node, entity, last2), l.* exclude (node, model),
            b.value as base, b.spread as base_spread, b.n as base_n, b.state as base_state, b.epoch as base_epoch,
            r.ok_at > as_of - to_hours(l.stale_hours::bigint)  as current,
            r.ok_at > as_of - to_hours(l.peer_hours::bigint)   as recent,
            b.state in ('accepted', 'frozen') or b.n >= l.min_n as has_base
     from thing t
     join lim l on l.node = t.node and l.model = t.model
+    left join alone o on o.node = t.node
     left join keyed r on r.node = t.node and r.entity = t.entity
     left join baseline b on b.node = t.node and b.entity = t.entity and b.key = r.key
 ),

@@ -35,7 +35,7 @@ with series as (
     from bench_series(as_of) s
     join limits_bandwidth_regression l on l.node = s.node and l.model = s.model
     left join bench_floors(as_of) f
-           on f.model = s.model and f.bench = s.bench and f.convention = s.convention and f.link in ('', split_part(s.link, ':', 1))
+           on f.model = s.cards and f.bench = s.bench and f.convention = s.convention and f.link in ('', split_part(s.link, ':', 1))
 ),
 -- below_peers: newest values of the same model and key
 cohort as (
