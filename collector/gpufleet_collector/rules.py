@@ -191,6 +191,7 @@ def load_rules(folder: Traversable | None = None) -> tuple[Rule, ...]:
     )
 
 
+@cache
 def parse_rule(name: str, text: str) -> Rule:
     """Read one rule file's text."""
     found = re.match(r"\s*/\*(.*?)\*/", text, re.DOTALL)
