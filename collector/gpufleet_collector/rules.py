@@ -235,9 +235,20 @@ class Reads:
 
 def reads(rule: Rule) -> Reads:
     """What `rule` may read."""
+    words, longest = _words(rule.sql)
+    for name, limit in rule.header.limits.items():
+        for suffix, size in (("_s", 1), ("_minutes", 60), ("_hours", 3600), ("_days", 86400)):
+            if name.endswith(suffix):
+                longest = max(longest, limit.value * size)
+    return Reads(words, longest)
+
+
+@cache
+def _words(sql: str) -> tuple[frozenset[str], float]:
+    """Every word of a rule's text and of the shared macros it uses, and the longest time written there."""
     macros = _macros()
     words: set[str] = set()
-    todo, longest = [_code(rule.sql)], 0.0
+    todo, longest = [_code(sql)], 0.0
     while todo:
         text = todo.pop()
         for count, unit in re.findall(r"\b(\d{1,6})\s+(second|minute|hour|day)s?\b", text, re.IGNORECASE):
@@ -245,11 +256,7 @@ def reads(rule: Rule) -> Reads:
         fresh = set(re.findall(r"\w+", re.sub(r"'[^']*'", "", text))) - words
         words |= fresh
         todo += [macros[word] for word in fresh & macros.keys()]
-    for name, limit in rule.header.limits.items():
-        for suffix, size in (("_s", 1), ("_minutes", 60), ("_hours", 3600), ("_days", 86400)):
-            if name.endswith(suffix):
-                longest = max(longest, limit.value * size)
-    return Reads(frozenset(words | {word.removesuffix("_samples") for word in words}), longest)
+    return frozenset(words | {word.removesuffix("_samples") for word in words}), longest
 
 
 @cache
