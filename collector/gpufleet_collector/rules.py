@@ -286,24 +286,30 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
         extra: Statements to run before the rules (the limits each joins).
     """
     shared = [item.read_text() for item in _files(None) if item.name[0].isdigit()]
+    status = {rule.name: _waits_for(rule, store) for rule in rules}
+    waiting = [name for name, waits in status.items() if waits]
     with _making(store) as write:
         samples = [_samples(table, store.tables.get(table)) for table in _SAMPLES]
-        for text in (*samples, *shared, *extra):
+        for text in (*samples, *shared, *extra, *map(_gone, waiting)):
             write.execute(text)
-    status: dict[str, str] = {}
     for rule in rules:
+        if status[rule.name]:
+            continue  # the engine would refuse it too, late: that was half of the start with a new store
         try:
             with _making(store) as write:
-                write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
+                write.execute(_gone(rule.name))
                 write.execute(rule.sql)
             with store.reader(LIVE) as read:  # making a macro does not always bind its body
                 read.execute(f"DESCRIBE SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
-            status[rule.name] = ""
         except (duckdb.CatalogException, duckdb.BinderException) as error:
-            status[rule.name] = _waits_for(rule, store) or one_line(error)
+            status[rule.name] = one_line(error)
             with _making(store) as write:
-                write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
+                write.execute(_gone(rule.name))
     return status
+
+
+def _gone(name: str) -> str:
+    return f"DROP MACRO TABLE IF EXISTS find_{name}"
 
 
 def _waits_for(rule: Rule, store: Store) -> str:
