@@ -13,7 +13,7 @@ from gpufleet.metric import Metric
 from gpufleet_agent import benches
 from gpufleet_agent.probes import PROBES as SAMPLED
 from gpufleet_agent.probes import agent
-from gpufleet_collector import judge as judge_module
+from gpufleet_collector import rules as rules_module
 from gpufleet_collector import store as store_module
 from gpufleet_collector import views
 from gpufleet_collector.judge import Judge, PassReport
@@ -532,8 +532,8 @@ def store(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         there = where is store and where.schema_version == 0
         return dict(made.views) if there else real_create(where)
 
-    real_install, real_create = judge_module.install, views.create
-    monkeypatch.setattr(judge_module, "install", install)
+    real_install, real_create = rules_module.install, views.create
+    monkeypatch.setattr("gpufleet_collector.judge.install", install)
     monkeypatch.setattr(views, "create", create)
     yield store
     store.close()
