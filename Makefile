@@ -8,6 +8,9 @@ OTHER  := $(VENV)/duckdb-1.5
 
 .PHONY: demo test test-torch check lint types imports tests-all tests-duckdb-1.5 bench bench-detect protos docs clean
 
+# The tests start a thousand processes: none shall compile everything anew because a shell wants no bytecode kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock

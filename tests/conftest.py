@@ -17,6 +17,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("gpufleet", deadline=None)
 settings.load_profile("gpufleet")
 
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the slow tests over the first half: at the end one worker has them, and the others nothing."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    rest = [item for item in items if not item.get_closest_marker("slow")]
+    order = [(float(at), item) for at, item in enumerate(rest)]
+    order += [(at * len(rest) / len(slow) / 2 - 0.5, item) for at, item in enumerate(slow)]
+    items[:] = [item for _, item in sorted(order, key=lambda placed: placed[0])]
+
+
 HOSTS = Path(__file__).parent / "fixtures" / "hosts"
 
 

@@ -191,6 +191,7 @@ def load_rules(folder: Traversable | None = None) -> tuple[Rule, ...]:
     )
 
 
+@cache
 def parse_rule(name: str, text: str) -> Rule:
     """Read one rule file's text."""
     found = re.match(r"\s*/\*(.*?)\*/", text, re.DOTALL)
@@ -234,9 +235,20 @@ class Reads:
 
 def reads(rule: Rule) -> Reads:
     """What `rule` may read."""
+    words, longest = _words(rule.sql)
+    for name, limit in rule.header.limits.items():
+        for suffix, size in (("_s", 1), ("_minutes", 60), ("_hours", 3600), ("_days", 86400)):
+            if name.endswith(suffix):
+                longest = max(longest, limit.value * size)
+    return Reads(words, longest)
+
+
+@cache
+def _words(sql: str) -> tuple[frozenset[str], float]:
+    """Every word of a rule's text and of the shared macros it uses, and the longest time written there."""
     macros = _macros()
     words: set[str] = set()
-    todo, longest = [_code(rule.sql)], 0.0
+    todo, longest = [_code(sql)], 0.0
     while todo:
         text = todo.pop()
         for count, unit in re.findall(r"\b(\d{1,6})\s+(second|minute|hour|day)s?\b", text, re.IGNORECASE):
@@ -244,11 +256,7 @@ def reads(rule: Rule) -> Reads:
         fresh = set(re.findall(r"\w+", re.sub(r"'[^']*'", "", text))) - words
         words |= fresh
         todo += [macros[word] for word in fresh & macros.keys()]
-    for name, limit in rule.header.limits.items():
-        for suffix, size in (("_s", 1), ("_minutes", 60), ("_hours", 3600), ("_days", 86400)):
-            if name.endswith(suffix):
-                longest = max(longest, limit.value * size)
-    return Reads(frozenset(words | {word.removesuffix("_samples") for word in words}), longest)
+    return frozenset(words | {word.removesuffix("_samples") for word in words}), longest
 
 
 @cache
@@ -278,24 +286,30 @@ def install(store: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> d
         extra: Statements to run before the rules (the limits each joins).
     """
     shared = [item.read_text() for item in _files(None) if item.name[0].isdigit()]
+    status = {rule.name: _waits_for(rule, store) for rule in rules}
+    waiting = [name for name, waits in status.items() if waits]
     with _making(store) as write:
         samples = [_samples(table, store.tables.get(table)) for table in _SAMPLES]
-        for text in (*samples, *shared, *extra):
+        for text in (*samples, *shared, *extra, *map(_gone, waiting)):
             write.execute(text)
-    status: dict[str, str] = {}
     for rule in rules:
+        if status[rule.name]:
+            continue  # the engine would refuse it too, late: that was half of the start with a new store
         try:
             with _making(store) as write:
-                write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
+                write.execute(_gone(rule.name))
                 write.execute(rule.sql)
             with store.reader(LIVE) as read:  # making a macro does not always bind its body
                 read.execute(f"DESCRIBE SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')").fetchall()
-            status[rule.name] = ""
         except (duckdb.CatalogException, duckdb.BinderException) as error:
-            status[rule.name] = _waits_for(rule, store) or one_line(error)
+            status[rule.name] = one_line(error)
             with _making(store) as write:
-                write.execute(f"DROP MACRO TABLE IF EXISTS find_{rule.name}")
+                write.execute(_gone(rule.name))
     return status
+
+
+def _gone(name: str) -> str:
+    return f"DROP MACRO TABLE IF EXISTS find_{name}"
 
 
 def _waits_for(rule: Rule, store: Store) -> str:

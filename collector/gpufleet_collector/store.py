@@ -307,7 +307,6 @@ class Store:
             return False
         self.schema_version += 1
         table = self.tables.setdefault(probe, {})
-        row = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, now()::TIMESTAMP)"
         cells = [
             (
                 probe, column.name, column.type.name.lower(), column.unit, column.kind, column.low,
@@ -315,10 +314,13 @@ class Store:
             )
             for place, column in enumerate(added, len(table))
         ]  # fmt: skip
-        if cells:
+        if cells:  # a list per column: the engine reads a placeholder per cell six times slower
             write.execute(
-                f"INSERT INTO live.metric VALUES {', '.join([row] * len(cells))}",
-                [cell for one in cells for cell in one],
+                "INSERT INTO live.metric SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), "
+                "unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::DOUBLE[]), "
+                "unnest(?::DOUBLE[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::INTEGER[]), "
+                "now()::TIMESTAMP",
+                [list(column) for column in zip(*cells, strict=True)],
             )
         table.update((column.name, column.type) for column in added)
         return True

@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from gpufleet.metric import Metric
 from gpufleet_agent import benches
 from gpufleet_agent.probes import PROBES as SAMPLED
 from gpufleet_agent.probes import agent
+from gpufleet_collector import rules as rules_module
+from gpufleet_collector import store as store_module
+from gpufleet_collector import views
 from gpufleet_collector.judge import Judge, PassReport
 from gpufleet_collector.limits import JudgeSettings
-from gpufleet_collector.rules import load_rules
+from gpufleet_collector.rules import Rule, load_rules, quoted
 from gpufleet_collector.store import LIVE, Column, Store
 
 START = datetime(2026, 3, 1, 12, 0, 0)
@@ -38,14 +42,23 @@ def columns(metrics: Sequence[Metric]) -> list[Column]:
 
 def put(store: Store, table: str, rows: Sequence[Row]) -> None:
     """Insert rows of one shape."""
-    if rows:
-        names = list(rows[0])
-        row_marks = f"({', '.join('?' for _ in names)})"
-        with store.transaction() as write:  # one statement: one per row takes the time of the whole test
-            write.execute(
-                f"INSERT INTO live.{table} ({', '.join(names)}) VALUES {', '.join([row_marks] * len(rows))}",
-                [row[name] for row in rows for name in names],
-            )
+    put_all(store, {table: rows})
+
+
+def put_all(store: Store, tables: Mapping[str, Sequence[Row]]) -> None:
+    """Insert rows of several tables, each of one shape, together: half of a test's time goes here."""
+    with store.transaction() as write:
+        for table, rows in tables.items():
+            if not rows:
+                continue
+            names = list(rows[0])
+            into = f"INSERT INTO live.{table} ({', '.join(names)})"
+            if len(rows) > 4:  # a list per column: the engine is slow to read a statement of many marks
+                lists = ", ".join(["unnest(?)"] * len(names))
+                write.execute(f"{into} SELECT {lists}", [[row[name] for row in rows] for name in names])
+            else:
+                marks = ", ".join([f"({', '.join('?' for _ in names)})"] * len(rows))
+                write.execute(f"{into} VALUES {marks}", [row[name] for row in rows for name in names])
 
 
 @dataclass
@@ -259,15 +272,17 @@ class Fleet:
                     "rows": 1,
                 }
             )
-        for table, batch in (
-            ("gpu", gpus),
-            ("agent", runs),
-            ("pci", bus),
-            ("gpu_health", healths),
-            ("host", hosts),
-            ("ledger", ledger),
-        ):
-            put(self.store, table, batch)
+        put_all(
+            self.store,
+            {
+                "gpu": gpus,
+                "agent": runs,
+                "pci": bus,
+                "gpu_health": healths,
+                "host": hosts,
+                "ledger": ledger,
+            },
+        )
 
     def bench(self, entity: str, node: str, value: float | None, status: str = "ok", **more: Cell) -> None:
         row: dict[str, Cell] = {
@@ -465,11 +480,63 @@ def opened(folder: Path | None = None) -> Store:
     return store
 
 
+@dataclass(frozen=True)
+class Made:
+    """A store's file with the tables of all probes, and the macros and views a judge made of all rules."""
+
+    file: Path
+    rules: Sequence[Rule]
+    views: Mapping[str, str]
+    """What `views.create` said."""
+
+    def open(self) -> Store:
+        """A store in memory that holds what the file holds."""
+
+        def copied(path: Path | None) -> duckdb.DuckDBPyConnection:
+            connection = connect(path)
+            connection.execute(f"ATTACH {quoted(str(self.file))} AS made (READ_ONLY)")
+            connection.execute("COPY FROM DATABASE made TO memory")
+            return connection.execute("DETACH made")
+
+        connect = store_module._connect
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_module, "_connect", copied)
+            return Store.open(None)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    store = opened(folder)
+    judge = Judge(store, JudgeSettings())
+    assert not any(judge.unmade(rule.name) for rule in load_rules())
+    told = views.create(store)
+    store.close()
+    return Made(folder / "fleet.duckdb", load_rules(), told)
+
+
 @pytest.fixture
-def store() -> Iterator[Store]:
-    made = opened()
-    yield made
-    made.close()
+def store(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """A store in memory as `opened` gives it, in which a judge finds its macros and views made.
+
+    They are made once per process and copied: most tests take less time than making them. Once a table
+    changed, or for a rule of another text, the test's own judge makes them as in every other store.
+    """
+    store = made.open()
+
+    def install(where: Store, rules: Sequence[Rule], extra: Sequence[str] = ()) -> dict[str, str]:
+        there = where is store and where.schema_version == 0 and all(rule in made.rules for rule in rules)
+        return {rule.name: "" for rule in rules} if there else real_install(where, rules, extra)
+
+    def create(where: Store) -> dict[str, str]:
+        there = where is store and where.schema_version == 0
+        return dict(made.views) if there else real_create(where)
+
+    real_install, real_create = rules_module.install, views.create
+    monkeypatch.setattr("gpufleet_collector.judge.install", install)
+    monkeypatch.setattr(views, "create", create)
+    yield store
+    store.close()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import duckdb
 import pytest
 
 from gpufleet.config import ConfigError, parse
@@ -20,6 +21,7 @@ from gpufleet_collector.rules import (
     DESCRIBED,
     GPU_COLUMNS,
     NO_PROBE,
+    WAITS,
     install,
     load_rules,
     parse_rule,
@@ -156,6 +158,24 @@ def test_a_fresh_collector_says_calmly_and_once_what_it_waits_for(
     assert [line.getMessage() for line in lines].count(f"rule gpu_missing {said}") == 1
     assert {line.levelname for line in lines} == {"INFO"}
     assert "Catalog" not in caplog.text
+
+
+def test_a_rule_waits_for_a_probe_when_the_engine_would_refuse_it_and_only_then() -> None:
+    own = re.compile(r"(?:\bwith|,)\s+(?:recursive\s+)?(\w+)\s+as\s+(?:(?:not\s+)?materialized\s+)?\(", re.I)
+    with closing(Store.open(None)) as empty:
+        status = install(empty, RULES, [limits.limits_view(rule) for rule in RULES])
+        refused = []
+        for rule in RULES:
+            assert not set(own.findall(rule.sql)) & DESCRIBED, "a table of its own, named like a probe's"
+            try:
+                with empty.transaction(), empty.reader("rules,live") as write:
+                    write.execute(rule.sql)
+                with empty.reader(LIVE) as read:
+                    read.execute(f"DESCRIBE SELECT * FROM find_{rule.name}(TIMESTAMP '2000-01-01')")
+            except duckdb.CatalogException:
+                refused.append(rule.name)
+    assert [name for name, error in status.items() if error.startswith(WAITS)] == refused
+    assert 0 < len(refused) < len(RULES)
 
 
 def test_a_rule_that_is_itself_wrong_is_a_warning(
