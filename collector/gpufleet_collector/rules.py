@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -191,7 +191,7 @@ def load_rules(folder: Traversable | None = None) -> tuple[Rule, ...]:
     )
 
 
-@cache
+@lru_cache(256)
 def parse_rule(name: str, text: str) -> Rule:
     """Read one rule file's text."""
     found = re.match(r"\s*/\*(.*?)\*/", text, re.DOTALL)
@@ -243,7 +243,7 @@ def reads(rule: Rule) -> Reads:
     return Reads(words, longest)
 
 
-@cache
+@lru_cache(256)
 def _words(sql: str) -> tuple[frozenset[str], float]:
     """Every word of a rule's text and of the shared macros it uses, and the longest time written there."""
     macros = _macros()
