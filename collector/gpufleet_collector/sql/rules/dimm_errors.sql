@@ -51,7 +51,7 @@ judged as (
     where d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null
 ),
 run as (
-    select node, max(ts) as ts, max_by(ok, ts) as ok, max_by(coalesce(rows, 0), ts) as rows
+    select node, max(ts) as ts, max_by(ok, ts) as ok, max_by(coalesce(rows, 1), ts) as rows  -- not told is not none
     from agent where ts > as_of - interval 15 minute and ts <= as_of and probe = 'edac'
     group by node
 ),
