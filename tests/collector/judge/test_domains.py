@@ -342,6 +342,46 @@ def test_one_lost_card_gives_one_not_nineteen(desk: Desk) -> None:
     assert desk.sql("SELECT count(*) FROM finding WHERE incident = 1") == [(21,)]
 
 
+def test_two_lost_cards_are_one_though_one_of_them_was_heard_of_before(desk: Desk) -> None:
+    node = names(1)[0]
+    desk.tell(("xid", node, card(node, 3)), code="xid")
+    desk.tell(*(("gpu_missing", node, card(node, number)) for number in (1, 3)))
+    assert desk.open() == [(1, "gpu_missing", node, card(node, 1))]
+    assert desk.sql("SELECT count(*) FROM finding WHERE incident = 1") == [(3,)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_cards_that_fail_together_again_are_one_incident_again(desk: Desk, restarted: bool) -> None:
+    node = names(1)[0]
+    slow = [("gpu_downclocked", node, card(node, number)) for number in range(8)]
+    desk.tell(*slow)
+    desk.tell(over=slow, after=600)
+    desk.tell(*slow[:2], after=600)
+    if restarted:
+        desk.restart()
+    desk.tell(*slow[2:])
+    assert desk.open() == [(1, "gpu_downclocked", node, card(node, 0))]
+
+
+def test_a_cause_that_shows_after_its_effect_came_again_takes_it_over(desk: Desk) -> None:
+    node = names(1)[0]
+    error = ("xid", node, card(node, 3))
+    desk.tell(error, code="xid")
+    desk.tell(over=[error], after=600)
+    desk.tell(error, code="xid", after=600)
+    desk.tell(("gpu_missing", node, card(node, 3)))
+    assert desk.open() == [(1, "gpu_missing", node, card(node, 3))]
+
+
+def test_what_makes_it_critical_gives_it_its_name(desk: Desk) -> None:
+    node = names(1)[0]
+    desk.tell(("remap_failed", node, card(node, 3)), verdict="warn")
+    desk.tell(("remap_failed", node, card(node, 4)))
+    assert desk.sql("SELECT entity, severity FROM incident") == [(card(node, 4), "crit")]
+    desk.tell(("remap_failed", node, card(node, 5)))
+    assert desk.sql("SELECT entity, severity FROM incident") == [(card(node, 4), "crit")]
+
+
 def test_links_that_fall_long_after_the_card_have_another_cause(desk: Desk) -> None:
     node = names(1)[0]
     desk.tell(("gpu_missing", node, card(node, 3)))
