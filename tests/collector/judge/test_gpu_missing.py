@@ -341,3 +341,20 @@ def test_no_longer_expected_is_no_longer_missing(fleet: "Fleet", judge: Judge) -
     rows = fleet.sql("SELECT state, cause FROM finding")
     assert rows == [("resolved", "no longer judged: not expected and not there")]
     assert fleet.incidents()[0][4] == "resolved"
+
+
+def test_a_card_whose_state_was_not_told_is_unknown(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=2).cards[0]
+    fleet.run(5)
+    card.said["state"] = None
+    fleet.run(20, judge)
+    assert fleet.find("gpu_missing", card.entity)[:2] == ("unknown", "not_told")
+    assert fleet.findings() == []
+
+
+def test_a_sweep_of_the_bus_whose_rows_are_not_all_here_says_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=2).cards[0]
+    fleet.run(5)
+    with fleet.store.transaction() as write:
+        write.execute("DELETE FROM live.pci WHERE pci = ?", [card.pci])
+    assert fleet.find("gpu_missing", card.entity)[:2] == ("ok", "present")

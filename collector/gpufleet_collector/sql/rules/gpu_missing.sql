@@ -29,7 +29,7 @@ driver as (
     from run where probe = 'gpu' group by node
 ),
 recent as (
-    select node, ts, gpu_uuid, pci, state
+    select node, ts, gpu_uuid, pci, coalesce(state, 'not_told') as state
     from gpu where ts > as_of - interval 2 minute and ts <= as_of and ts >= (select min(ts) from run where probe = 'gpu')
 ),
 gpu_sweep as (
@@ -40,7 +40,14 @@ gpu_sweep as (
     group by r.node
 ),
 seen as (select distinct g.* from recent g join gpu_sweep s on s.node = g.node and s.ts = g.ts),
-pci_sweep as (select node, max(ts) as ts from run where probe = 'pci' and ok group by node),
+pci_sweep as (
+    select r.node, max(r.ts) as ts
+    from run r
+    left join (select node, ts, count(*) as n from pci where ts > as_of - interval 5 minute and ts <= as_of
+               group by node, ts) p on p.node = r.node and p.ts = r.ts
+    where r.probe = 'pci' and r.ok and coalesce(p.n, 0) >= coalesce(r.rows, 0)
+    group by r.node
+),
 bus as (
     select p.node, p.pci, any_value(nullif(p.gpu_uuid, '')) as gpu_uuid, bool_and(coalesce(p.present, true)) as present
     from pci p join pci_sweep s on s.node = p.node and s.ts = p.ts
@@ -112,7 +119,7 @@ judged as (
                 when not driver_ok                                              then 'driver_unreadable'
                 when gpu_ts is null                                             then 'incomplete_sweep'
                 when state = 'ok'                                               then 'present'
-                when state = 'hung'                                             then 'hung'
+                when state in ('hung', 'not_told')                              then state
                 when not on_bus                                                 then 'gone_from_bus'
                 when state is not null                                          then 'lost_at_run_time'
                 else 'refused_by_driver' end                                    as code,
@@ -140,6 +147,7 @@ select node, entity,
                         when 'lost_at_run_time' then 'the driver lists it, but it no longer answers'
                         when 'present' then 'present'
                         when 'hung' then 'a driver call on it does not return'
+                        when 'not_told' then 'the driver lists it; whether it answers was not told'
                         when 'agent_silent' then 'the agent is silent'
                         when 'no_serial' then 'a card is there whose serial cannot be read'
                         when 'no_sweep' then 'the cards were not read'
