@@ -121,8 +121,11 @@ _ASKED = {
 }  # fmt: skip
 """What a driver or the catalogue of errors asks for -> the step that does it."""
 
-_NOT_THE_CARD = ("none", "restart_app", "contact")
-"""Actions of the catalogue of which none is a step of the ladder: the card comes last."""
+_FIRST = {
+    **{action: ACTIONS[action] for action in ("none", "restart_app", "contact")},
+    "accept": "see who exchanged the card; where that was meant: fleet inventory accept NODE",
+}
+"""What comes before the ladder: it is not known to be the card, or the card is well, elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,8 @@ def next_step(rule: str, code: str, asked: str, domain: str, done: list[Tried]) 
     steps = _OF_CODE.get((rule, code)) or STEPS.get(rule)
     if not steps:
         return None
-    if asked in _NOT_THE_CARD and not done:
-        return ACTIONS[asked]
+    if asked == "accept" or (asked in _FIRST and not done):
+        return _FIRST[asked]
     wanted = _ASKED.get(asked)
     words = [word for word, _ in steps]
     start = words.index(wanted) if wanted in words else 0

@@ -162,6 +162,7 @@ def test_the_view_of_repeat_offenders(desk: Desk) -> None:
     ("rule", "code", "asked", "done", "said"),
     [
         ("gpu_missing", "lost_at_run_time", "", [], "reboot the node"),
+        ("gpu_missing", "gone_from_bus", "accept", ["reboot"], "see who exchanged the card"),
         ("gpu_missing", "driver_not_loaded", "", [], "load the driver"),
         ("remap_failed", "remap_pending", "", [], "reset the card"),
         ("remap_failed", "remap_pending", "", ["reset"], "reboot the node"),

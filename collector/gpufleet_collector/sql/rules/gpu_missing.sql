@@ -92,9 +92,12 @@ holder as (
     group by s.node, s.pci
 ),
 nameless as (select node, count(*) as n from holder where serial is null group by node),
+elsewhere as (select gpu_uuid, max_by(node, valid_from) as node from inventory_at(as_of) group by gpu_uuid),
 placed as (
     select c.*,
-           h.gpu_uuid as holder,
+           if(h.gpu_uuid = c.gpu_uuid, null, h.gpu_uuid) as holder,
+           if(h.gpu_uuid = c.gpu_uuid, null, h.serial) as holder_serial,
+           e.node as now_on,
            case when c.pci_ts is null then null
                 when coalesce(c.driver_pci, c.pci) is null then c.unclaimed_on_bus
                 else coalesce(b.present, p.present and (p.gpu_uuid is null or p.gpu_uuid = c.gpu_uuid or c.gpu_uuid is null)
@@ -103,6 +106,7 @@ placed as (
     from card c
     left join holder h on h.node = c.node and h.pci = coalesce(c.driver_pci, c.pci)
     left join nameless n on n.node = c.node
+    left join elsewhere e on e.gpu_uuid = c.gpu_uuid and e.node <> c.node
     left join bus p on p.node = c.node and p.pci = coalesce(c.driver_pci, c.pci)
     left join (select node, gpu_uuid, bool_or(present) as present from bus where gpu_uuid is not null group by node, gpu_uuid) b
            on b.node = c.node and b.gpu_uuid = c.gpu_uuid
@@ -139,7 +143,7 @@ select node, entity,
        1::double                                                                as expected,
        'count'                                                                  as unit,
        case when by_bus then pci_ts else coalesce(gpu_ts, driver_ts, pci_ts) end as evidence_at,
-       format('{}: serial {}{}, {}, {}',
+       format('{}: serial {}{}, {}, {}{}',
               case code when 'gone_from_bus' then 'gone from the bus'
                         when 'refused_by_driver' then
                              if(on_bus is null, 'the driver does not list it; the bus was not read',
@@ -155,10 +159,14 @@ select node, entity,
                         when 'incomplete_sweep' then 'rows of the newest sweep are not in yet'
                         else format('the driver could not be read ({})', driver_error) end,
               coalesce(serial, 'unknown'), coalesce(', slot ' || slot, ''),
-              coalesce(driver_pci, pci, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown')) as reason,
+              coalesce(driver_pci, pci, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown'),
+              if(code in ('gone_from_bus', 'refused_by_driver'),
+                 concat(format('; in its place is serial {}, {}', coalesce(holder_serial, 'unknown'), holder),
+                        '; it is in ' || now_on || ' now'), '')) as reason,
        json_object('gpu_uuid', gpu_uuid, 'serial', serial, 'pci', coalesce(driver_pci, pci), 'expected_pci', expected_pci,
                    'slot', slot, 'moved', coalesce(expected_pci <> driver_pci, false), 'on_bus', on_bus,
-                   'driver_state', state, 'now_in_its_place', if(holder = gpu_uuid, null, holder),
+                   'driver_state', state, 'now_in_its_place', holder, 'now_on', now_on,
+                   'action', if(code in ('gone_from_bus', 'refused_by_driver') and coalesce(holder, now_on) is not null, 'accept', null),
                    'expectation', expectation)                                  as detail
 from judged
 union all
