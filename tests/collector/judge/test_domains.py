@@ -209,6 +209,19 @@ def test_hosts_without_labels_are_the_fleet(desk: Desk) -> None:
     assert desk.sql("SELECT title FROM incident") == [("fleet: 6 of 10 nodes: Agent silent",)]
 
 
+def test_the_agent_that_every_host_runs_is_no_fault_domain(desk: Desk) -> None:
+    desk.host(*names(6))
+    with desk.store.transaction() as write:
+        for node in names(6):
+            write.execute(
+                "INSERT INTO live.node (node, claimed, machine_id, boot_id, spool_id, agent_version, "
+                "conflict, first_seen, hello_at) VALUES (?, ?, ?, 'b', 's', '1.0', '', ?, ?)",
+                [node, node, f"m-{node}", START, START],
+            )
+    desk.tell(*(("gpu_downclocked", node, card(node, 0)) for node in names(6)))
+    assert desk.open() == [(1, "gpu_downclocked", "", "domain:fleet=all")]
+
+
 def test_two_racks_and_a_stranger_are_three(desk: Desk) -> None:
     nodes = switched_fleet(desk)
     desk.tell(*silent([*nodes[40:80], *nodes[400:440], nodes[900]]))
