@@ -334,6 +334,9 @@ class Incidents:
         if not left:
             self._close(incident, finding.cause or "", as_of)
             return
+        left = [one for one in left if one.state != "resolved"]
+        if not left:
+            return  # the others end in this pass too, and the last of them ends it, under the name it has
         if incident.domain is not None:
             over = not any(self._causes(incident, None))
         else:

@@ -294,6 +294,16 @@ def test_the_same_rack_again_within_30_minutes_is_the_same_incident(desk: Desk) 
     assert [row[0] for row in desk.open()] == [2]
 
 
+def test_what_ends_everywhere_at_once_keeps_its_name(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*silent(nodes[40:80]))
+    desk.tell(over=silent(nodes[40:80]), after=300)
+    assert desk.sql("SELECT state, node, entity FROM incident") == [("resolved", "", "domain:rack=r1")]
+    assert desk.sql("SELECT count(*) FROM incident_log WHERE what = 'cause_changed'") == [(0,)]
+    desk.tell(*silent(nodes[40:80]), after=300)
+    assert desk.open() == [(1, "agent_silent", "", "domain:rack=r1")]
+
+
 def test_a_card_that_fails_in_another_way_after_the_trouble_came_to_rest_is_its_own(desk: Desk) -> None:
     nodes = [f"gpu-{number:03}" for number in range(8)]
     desk.host(*nodes, rack="r1")
