@@ -52,7 +52,7 @@ class Client:
             FleetError: The collector did not answer, or said no.
         """
         timeout = max(self.settings.timeout, least_timeout)
-        whole = self.guard(lambda: b"".join(chunk.json for chunk in call(request, timeout=timeout)))
+        whole = self.guard(lambda: b"".join(chunk.json for chunk in call(request, timeout=timeout)), timeout)
         found = json.loads(whole)
         if not isinstance(found, dict):
             raise FleetError("bad_reply", "the collector's reply is no document", "", errors.INTERNAL)
@@ -81,14 +81,14 @@ class Client:
                 return
             yield reply
 
-    def guard(self, ask: Callable[[], Answer]) -> Answer:
-        """What `ask` gives; a gRPC error becomes a `FleetError`."""
+    def guard(self, ask: Callable[[], Answer], timeout: float = 0.0) -> Answer:
+        """What `ask` gives; a gRPC error becomes a `FleetError`. It has `timeout` seconds, 0 = the usual."""
         import grpc
 
         try:
             return ask()
         except grpc.RpcError as error:
-            raise _translate(error, self.settings) from None
+            raise _translate(error, self.settings.server, timeout or self.settings.timeout) from None
 
 
 def _channel(settings: Settings) -> "grpc.Channel":
@@ -112,20 +112,20 @@ def _channel(settings: Settings) -> "grpc.Channel":
     return grpc.insecure_channel(settings.server)
 
 
-def _translate(error: "grpc.RpcError", settings: Settings) -> FleetError:
+def _translate(error: "grpc.RpcError", server: str, waited: float) -> FleetError:
     import grpc
 
     if not isinstance(error, grpc.Call):
         return FleetError("internal", str(error), "", errors.INTERNAL)
     status, text = error.code(), error.details() or ""
-    server = settings.server
     if status is grpc.StatusCode.UNAVAILABLE:
         return _unreachable(server, text)
     if status is grpc.StatusCode.DEADLINE_EXCEEDED and text.strip().lower() in ("deadline exceeded", ""):
         return FleetError(
             "unreachable",
-            f"the collector at {server} did not answer within {settings.timeout:g} s",
-            "it may be busy or paused: try --timeout 30, or see its log (journalctl -u gpufleet-collector)",
+            f"the collector at {server} did not answer within {waited:g} s",
+            f"it may be busy or paused: try --timeout {max(30, 2 * waited):g}, "
+            "or see its log (journalctl -u gpufleet-collector)",
             errors.UNREACHABLE,
         )
     code, exit_code = {

@@ -25,8 +25,9 @@ SHARE = 0.6
 """Nor are fewer of the domain's own nodes than this."""
 
 _NEAREST = ("server", "leaf_switch", "switch", "chassis", "rack", "pdu", "row", "pool")
-_FARTHEST = ("job", "firmware", "vbios", "driver", "kernel", "agent", "model", "fleet")
-"""Which name is said where the same nodes share several things: what stands close, labels, versions."""
+_FARTHEST = ("job", "firmware", "vbios", "driver", "kernel", "model", "fleet", "agent")
+"""Which name is said where the same nodes share several things: what stands close, labels, versions. An agent
+that runs everywhere says nothing of anybody's trouble."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -61,6 +61,15 @@ class Incident:
     stored: bool = field(default=False, compare=False)
     members: dict[str, dict[int, Finding]] = field(default_factory=dict, compare=False, repr=False)
     """Its findings that are not resolved, by node and id."""
+    had: set[tuple[str, str, str]] = field(default_factory=set, compare=False, repr=False)
+    """Rule, node and entity of every finding it ever had: each of them may open it again."""
+    again_at: datetime | None = field(default=None, compare=False)
+    """When it was opened again, as its log has it."""
+
+    @property
+    def began_at(self) -> datetime:
+        """Since when its trouble goes on: what is opened again is as young as what is opened."""
+        return max(self.opened_at, self.again_at or self.opened_at)
 
     @property
     def domain(self) -> Domain | None:
@@ -129,6 +138,19 @@ class Incidents:
         ).fetchall()
         last = read.execute("SELECT coalesce(max(number), 0) FROM live.incident").fetchone()
         self._begin({row[0]: _from_row(row) for row in rows}, (last[0] if last else 0) + 1)
+        again = read.execute(
+            "SELECT number, max(logged_at) FROM live.incident_log WHERE what = 'reopened' GROUP BY number"
+        ).fetchall()
+        for number, at in again:
+            if number in self._known:
+                self._known[number].again_at = at
+        had = read.execute(
+            "SELECT incident, rule, node, entity FROM live.finding "
+            "WHERE incident IN (SELECT unnest(?::BIGINT[]))",
+            [list(self._known)],
+        ).fetchall()
+        for number, *key in had:
+            self._known[number].had.add(tuple(key))
         for incident in self._known.values():
             if incident.state != "open":
                 self._may_return(incident)
@@ -163,6 +185,10 @@ class Incidents:
         if finding.verdict == "crit" and incident.severity != "crit" and finding.state != "resolved":
             incident.severity = "crit"
             self._touch(incident, as_of)
+            led = (incident.cause_rule, incident.node) == (finding.rule, finding.node)
+            if led and incident.entity != finding.entity:  # whoever reads crit must read why
+                self._lead(incident, finding, policy)
+                self._note(incident, as_of, "cause_changed", finding.id, incident.title)
         if changed == "resolved":
             self._resolved(incident, finding, as_of)
 
@@ -211,10 +237,17 @@ class Incidents:
     # ---- one node ----
 
     def _fired(self, finding: Finding, policy: Policy, as_of: datetime) -> None:
-        incident = self._cause_of(finding, policy, as_of) or self._effects_of(finding, policy, as_of)
+        incident = self._cause_of(finding, policy, as_of)
+        effects = [one for one in self._effects_of(finding, as_of) if one is not incident]
+        if incident is not None and effects:
+            incident = self._under(incident, effects, as_of)
+        elif effects:
+            incident = self._merge(effects, as_of)
+            self._lead(incident, finding, policy)
         if incident is None:
             incident = self._reopened((self._family(finding.rule), finding.node, finding.entity), as_of)
             if incident is not None:
+                self._lead(incident, finding, policy)
                 self._note(incident, as_of, "reopened", finding.id, finding.reason)
         if incident is None:
             incident = Incident(
@@ -238,11 +271,11 @@ class Incidents:
             above = min((self._rank(one) for one in causes), default=_LAST)
             if above < place and any(self._explains(one, finding) for one in causes):
                 return incident
-            young = as_of - incident.opened_at <= ABSORB
+            young = as_of - incident.began_at <= ABSORB
             if above <= place and (young or not incident.wide) and self._on_it(incident, finding):
                 return incident
             same = incident.cause_rule == finding.rule and any(_is_part(one.entity) for one in causes)
-            if same and _is_part(finding.entity) and as_of - incident.opened_at <= TOGETHER:
+            if same and _is_part(finding.entity) and as_of - incident.began_at <= TOGETHER:
                 return incident
         return None
 
@@ -252,35 +285,40 @@ class Incidents:
         there = incident.members.get(finding.node, {})
         return _is_part(finding.entity) and any(self._thing(member) == thing for member in there.values())
 
-    def _effects_of(self, finding: Finding, policy: Policy, as_of: datetime) -> Incident | None:
-        """A young open incident that this finding explains and takes over; further ones are merged in."""
+    def _effects_of(self, finding: Finding, as_of: datetime) -> list[Incident]:
+        """Young open incidents that this finding explains and takes over."""
         if finding.node == COLLECTOR:
             near = [one for one in self._all_open() if one.cause_rule == finding.rule]
         else:
             of_jobs = [one for one in self._at.get("", {}).values() if one.domain is None]
             near = [one for one in self._at.get(finding.node, {}).values() if not one.wide] + of_jobs
-        young = [
+        return [
             incident
             for incident in near
-            if as_of - incident.opened_at <= ABSORB
+            if as_of - incident.began_at <= ABSORB
             and (
                 self._on_it(incident, finding)
                 or any(self._explains(finding, one) for one in self._causes(incident, None))
             )
         ]
-        if not young:
-            return None
-        first = self._merge(young, as_of)
-        self._lead(first, finding, policy)
+
+    def _under(self, cause: Incident, effects: Sequence[Incident], as_of: datetime) -> Incident:
+        """One incident of these, about what `cause` is about."""
+        rule, node, entity, title = cause.cause_rule, cause.node, cause.entity, cause.title
+        first = self._merge([cause, *effects], as_of)
+        first.cause_rule, first.node, first.entity, first.title = rule, node, entity, title
         return first
 
     def _reopened(self, key: tuple[str, str, str], as_of: datetime) -> Incident | None:
         incident = self._ended.get(key)
         if incident is None or incident.resolved_at is None or as_of - incident.resolved_at > REOPEN:
             return None
-        del self._ended[key]
+        for one in self._keys(incident):
+            if self._ended.get(one) is incident:
+                del self._ended[one]
         incident.state, incident.resolved_at, incident.cause = "open", None, None
         incident.reopened += 1
+        incident.again_at = as_of
         return incident
 
     def _resolved(self, incident: Incident, finding: Finding, as_of: datetime) -> None:
@@ -296,6 +334,9 @@ class Incidents:
         if not left:
             self._close(incident, finding.cause or "", as_of)
             return
+        left = [one for one in left if one.state != "resolved"]
+        if not left:
+            return  # the others end in this pass too, and the last of them ends it, under the name it has
         if incident.domain is not None:
             over = not any(self._causes(incident, None))
         else:
@@ -417,9 +458,7 @@ class Incidents:
                     )
                 )
                 if why and 2 * why >= len(effect.members):
-                    rule, entity, title = cause.cause_rule, cause.entity, cause.title
-                    first = self._merge([cause, effect], as_of)
-                    first.cause_rule, first.node, first.entity, first.title = rule, "", entity, title
+                    self._under(cause, [effect], as_of)
 
     # ---- what both need ----
 
@@ -435,6 +474,7 @@ class Incidents:
             for node in other.members:
                 self._at.get(node, {}).pop(id(other), None)
             other.members = {}
+            first.had |= other.had
             first.opened_at = min(first.opened_at, other.opened_at)
             first.severity = min(first.severity, other.severity)  # crit < warn
             self._grown.pop(id(other), None)
@@ -529,6 +569,7 @@ class Incidents:
 
     def _add(self, incident: Incident, finding: Finding) -> None:
         incident.members.setdefault(finding.node, {})[finding.id] = finding
+        incident.had.add(finding.key)
         self._holder[finding.id] = incident
         self._at.setdefault(finding.node, {})[id(incident)] = incident
 
@@ -539,8 +580,17 @@ class Incidents:
 
     def _may_return(self, incident: Incident) -> None:
         if not (incident.cause or "").startswith(MERGED):
-            key = (self._family(incident.cause_rule), incident.node, incident.entity)
-            self._ended[key] = incident
+            self._ended |= dict.fromkeys(self._keys(incident), incident)
+
+    def _keys(self, incident: Incident) -> set[tuple[str, str, str]]:
+        """What may open it again: its cause, on any part of its node that had it."""
+        family = self._family(incident.cause_rule)
+        parts = {
+            (family, node, entity)
+            for rule, node, entity in incident.had
+            if node and node == incident.node and self._family(rule) == family
+        }
+        return {*parts, (family, incident.node, incident.entity)}
 
     def _lead(self, incident: Incident, finding: Finding, policy: Policy) -> None:
         """This finding is its cause from now on."""

@@ -10,6 +10,8 @@ from datetime import datetime, timedelta
 
 import duckdb
 
+from gpufleet.catalogue import ACTIONS
+
 WITHIN = timedelta(days=30)
 """What was done longer ago was done about something else."""
 
@@ -114,10 +116,16 @@ _OF_CODE: Mapping[tuple[str, str], tuple[Step, ...]] = {
 }
 
 _ASKED = {
-    "gpu_reset": "reset", "drain_and_reset": "reset", "bus_reset": "reset",
-    "node_reboot": "reboot", "system_reboot": "reboot",
+    "gpu_reset": "reset", "drain_and_reset": "reset", "bus_reset": "reset", "reset_gpu": "reset",
+    "node_reboot": "reboot", "system_reboot": "reboot", "reboot": "reboot", "drain_rma": "replace",
 }  # fmt: skip
-"""What a driver asks for -> the step that does it."""
+"""What a driver or the catalogue of errors asks for -> the step that does it."""
+
+_FIRST = {
+    **{action: ACTIONS[action] for action in ("none", "restart_app", "contact")},
+    "accept": "see who exchanged the card; where that was meant: fleet inventory accept NODE",
+}
+"""What comes before the ladder: it is not known to be the card, or the card is well, elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,8 @@ def next_step(rule: str, code: str, asked: str, domain: str, done: list[Tried]) 
     steps = _OF_CODE.get((rule, code)) or STEPS.get(rule)
     if not steps:
         return None
+    if asked == "accept" or (asked in _FIRST and not done):
+        return _FIRST[asked]
     wanted = _ASKED.get(asked)
     words = [word for word, _ in steps]
     start = words.index(wanted) if wanted in words else 0

@@ -6,6 +6,7 @@ moments of the last days: the thousandth part nearest to trouble, and as far aga
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -124,13 +125,19 @@ def _samples(
     read: duckdb.DuckDBPyConnection, now: datetime, rule: Rule, begin: datetime
 ) -> tuple[Samples, str | None, str, int]:
     """What the rule measured at moments spread over the time, without entities in trouble of another kind."""
-    found: dict[tuple[str, str, object], tuple[str, str, str, float, float | None]] = {}
-    unit: str | None = None
+    found: dict[tuple[str, str, str | None, object], tuple[str, str, str, float, float | None]] = {}
+    units: Counter[str | None] = Counter()
     ends, asked = time.monotonic() + MAX_SECONDS, 0
+
+    def alike() -> tuple[Samples, str | None]:
+        """Those in the unit of most: a rule may measure clocks of some cards and seconds of others."""
+        most = units.most_common(1)[0][0] if units else None
+        return [sample for key, sample in found.items() if key[2] == most], most
+
     for n in range(MOMENTS):
         left = ends - time.monotonic()
         if left <= 0:
-            return list(found.values()), unit, f"stopped after {asked} of {MOMENTS} moments: time", asked
+            return *alike(), f"stopped after {asked} of {MOMENTS} moments: time", asked
         at = now - (now - begin) * n / MOMENTS
         try:
             with sandbox.watch(read, left, None):
@@ -145,16 +152,16 @@ def _samples(
                     {"at": at, "rule": rule.name},
                 ).fetchall()
         except duckdb.InterruptException:
-            return list(found.values()), unit, f"stopped after {asked} of {MOMENTS} moments: time", asked
+            return *alike(), f"stopped after {asked} of {MOMENTS} moments: time", asked
         except (duckdb.CatalogException, duckdb.BinderException):
             return [], None, "it cannot run: no agent has sent the columns it reads", asked
         except duckdb.Error as error:
             return [], None, one_line(error), asked
         asked += 1
-        for node, entity, verdict, observed, expected, in_unit, evidence_at in said:
-            unit = unit or in_unit
-            found[(node, entity, evidence_at)] = (node, entity, verdict, observed, expected)
-    return list(found.values()), unit, "", asked
+        for node, entity, verdict, observed, expected, unit, evidence_at in said:
+            units[unit] += 1
+            found[(node, entity, unit, evidence_at)] = (node, entity, verdict, observed, expected)
+    return *alike(), "", asked
 
 
 def _series(name: str, value: float, samples: Samples) -> tuple[str, list[float]] | None:

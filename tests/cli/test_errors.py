@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from click.testing import CliRunner, Result
 
+from gpufleet_cli.client import Client
 from gpufleet_cli.main import fleet
 
 Run = Callable[..., Result]
@@ -112,6 +113,23 @@ def test_a_collector_that_does_not_answer_is_3(deaf: str) -> None:
     result = run("--server", deaf, "--timeout", "0.5", "status")
     assert result.exit_code == 3
     assert deaf in result.stderr
+
+
+def test_what_takes_its_time_is_given_it_and_says_so(deaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explanation of a node runs every rule: the usual five seconds are not enough."""
+    given: list[float] = []
+    document = Client.document
+
+    def hurried(self: Client, call: object, request: object, least_timeout: float = 0.0) -> object:
+        given.append(least_timeout)
+        return document(self, call, request, 0.5)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Client, "document", hurried)
+    result = run("--server", deaf, "--timeout", "0.1", "explain", "gpu-001")
+    assert result.exit_code == 3
+    assert given == [30.0]
+    assert "within 0.5 s" in result.stderr
+    assert "--timeout 30," in result.stderr
 
 
 def test_something_else_at_that_port_is_3(rude: str) -> None:

@@ -31,7 +31,7 @@ def explain(context: click.Context, subject: tuple[str, ...]) -> None:
     def fetch(client: Client) -> Json:
         from gpufleet.v1 import fleet_pb2
 
-        return client.document(client.stub.Explain, fleet_pb2.ExplainRequest(subject=" ".join(subject)))
+        return client.document(client.stub.Explain, fleet_pb2.ExplainRequest(subject=" ".join(subject)), 30.0)
 
     show.show(context, fetch, _screen, lambda _: errors.OK)
 

@@ -102,6 +102,32 @@ def test_a_place_for_which_the_kernel_no_longer_counts_is_cleared(
     assert fleet.findings() == []
 
 
+def test_a_place_is_never_two_rows(fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep) -> None:
+    sweep(node, {"mc0/dimm3": (0, 1, 0, 1)}, judge)
+    sweep(node, {})
+    assert fleet.find(RULE, DIMM)[:2] == ("ok", "gone")
+
+
+def test_a_sweep_that_does_not_say_how_many_rows_it_has_clears_nothing(
+    fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
+) -> None:
+    counts: dict[str, tuple[Cell, ...]] = {"mc0/dimm3": (0, 1, 0, 1)}
+    sweep(node, counts, judge)
+    sweep(node, counts)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.agent SET rows = NULL WHERE probe = 'edac'")
+    judge.run_pass(fleet.at)
+    assert [row[2] for row in fleet.findings()] == ["firing"]
+
+
+def test_a_silent_node_keeps_its_errors(fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep) -> None:
+    sweep(node, {"mc0/dimm3": (0, 1, 0, 1)}, judge)
+    fleet.at += timedelta(minutes=20)
+    judge.run_pass(fleet.at)
+    assert fleet.find(RULE, DIMM)[:2] == ("unknown", "no_samples")
+    assert [row[2] for row in fleet.findings()] == ["firing"]
+
+
 def test_corrected_errors_warn_by_their_number_in_a_day(
     fleet: "Fleet", judge: Judge, node: "Node", sweep: Sweep
 ) -> None:

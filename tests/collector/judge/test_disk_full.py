@@ -77,6 +77,8 @@ VERDICTS: tuple[tuple[int | None, int | None, dict[str, object], str, str], ...]
     (1 * TB, 101 * GB, {}, "ok", "room"),
     (100 * GB, 2 * GB, {}, "crit", "full"),
     (4 * GB, GB // 3, {}, "crit", "full"),  # 92 %, but below the floor
+    (GB, GB // 14, {}, "warn", "filling"),  # 93 % of a /boot, which the floor is not for
+    (GB, GB // 50, {}, "crit", "full"),  # and where the next kernel does not fit
     (GB // 2, GB // 4, {}, "ok", "room"),  # a small one is always below the floor
     (100 * GB, 0, {"free_bytes": 5 * GB}, "crit", "full"),  # the rest is root's
     (1 * TB, 900 * GB, {"inodes_free": 20}, "crit", "no_inodes"),

@@ -209,6 +209,19 @@ def test_hosts_without_labels_are_the_fleet(desk: Desk) -> None:
     assert desk.sql("SELECT title FROM incident") == [("fleet: 6 of 10 nodes: Agent silent",)]
 
 
+def test_the_agent_that_every_host_runs_is_no_fault_domain(desk: Desk) -> None:
+    desk.host(*names(6))
+    with desk.store.transaction() as write:
+        for node in names(6):
+            write.execute(
+                "INSERT INTO live.node (node, claimed, machine_id, boot_id, spool_id, agent_version, "
+                "conflict, first_seen, hello_at) VALUES (?, ?, ?, 'b', 's', '1.0', '', ?, ?)",
+                [node, node, f"m-{node}", START, START],
+            )
+    desk.tell(*(("gpu_downclocked", node, card(node, 0)) for node in names(6)))
+    assert desk.open() == [(1, "gpu_downclocked", "", "domain:fleet=all")]
+
+
 def test_two_racks_and_a_stranger_are_three(desk: Desk) -> None:
     nodes = switched_fleet(desk)
     desk.tell(*silent([*nodes[40:80], *nodes[400:440], nodes[900]]))
@@ -281,6 +294,16 @@ def test_the_same_rack_again_within_30_minutes_is_the_same_incident(desk: Desk) 
     assert [row[0] for row in desk.open()] == [2]
 
 
+def test_what_ends_everywhere_at_once_keeps_its_name(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*silent(nodes[40:80]))
+    desk.tell(over=silent(nodes[40:80]), after=300)
+    assert desk.sql("SELECT state, node, entity FROM incident") == [("resolved", "", "domain:rack=r1")]
+    assert desk.sql("SELECT count(*) FROM incident_log WHERE what = 'cause_changed'") == [(0,)]
+    desk.tell(*silent(nodes[40:80]), after=300)
+    assert desk.open() == [(1, "agent_silent", "", "domain:rack=r1")]
+
+
 def test_a_card_that_fails_in_another_way_after_the_trouble_came_to_rest_is_its_own(desk: Desk) -> None:
     nodes = [f"gpu-{number:03}" for number in range(8)]
     desk.host(*nodes, rack="r1")
@@ -340,6 +363,46 @@ def test_one_lost_card_gives_one_not_nineteen(desk: Desk) -> None:
     desk.tell(("pcie_width", node, "pci:0000:61:00.0"), ("process_unkillable", node, "node:"), after=600)
     assert desk.open() == [(1, "gpu_missing", node, lost)]
     assert desk.sql("SELECT count(*) FROM finding WHERE incident = 1") == [(21,)]
+
+
+def test_two_lost_cards_are_one_though_one_of_them_was_heard_of_before(desk: Desk) -> None:
+    node = names(1)[0]
+    desk.tell(("xid", node, card(node, 3)), code="xid")
+    desk.tell(*(("gpu_missing", node, card(node, number)) for number in (1, 3)))
+    assert desk.open() == [(1, "gpu_missing", node, card(node, 1))]
+    assert desk.sql("SELECT count(*) FROM finding WHERE incident = 1") == [(3,)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_cards_that_fail_together_again_are_one_incident_again(desk: Desk, restarted: bool) -> None:
+    node = names(1)[0]
+    slow = [("gpu_downclocked", node, card(node, number)) for number in range(8)]
+    desk.tell(*slow)
+    desk.tell(over=slow, after=600)
+    desk.tell(*slow[:2], after=600)
+    if restarted:
+        desk.restart()
+    desk.tell(*slow[2:])
+    assert desk.open() == [(1, "gpu_downclocked", node, card(node, 0))]
+
+
+def test_a_cause_that_shows_after_its_effect_came_again_takes_it_over(desk: Desk) -> None:
+    node = names(1)[0]
+    error = ("xid", node, card(node, 3))
+    desk.tell(error, code="xid")
+    desk.tell(over=[error], after=600)
+    desk.tell(error, code="xid", after=600)
+    desk.tell(("gpu_missing", node, card(node, 3)))
+    assert desk.open() == [(1, "gpu_missing", node, card(node, 3))]
+
+
+def test_what_makes_it_critical_gives_it_its_name(desk: Desk) -> None:
+    node = names(1)[0]
+    desk.tell(("remap_failed", node, card(node, 3)), verdict="warn")
+    desk.tell(("remap_failed", node, card(node, 4)))
+    assert desk.sql("SELECT entity, severity FROM incident") == [(card(node, 4), "crit")]
+    desk.tell(("remap_failed", node, card(node, 5)))
+    assert desk.sql("SELECT entity, severity FROM incident") == [(card(node, 4), "crit")]
 
 
 def test_links_that_fall_long_after_the_card_have_another_cause(desk: Desk) -> None:

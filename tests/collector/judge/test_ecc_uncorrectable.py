@@ -132,3 +132,16 @@ def test_one_sample_that_forgot_the_errors_pages_nobody(fleet: "Fleet", judge: J
     card.health[TOTAL] = 38
     fleet.run(60, judge, every=60)
     assert [row[2:] for row in fleet.findings()] == [("firing", "crit", "uncorrectable")]
+
+
+def test_a_threshold_that_cannot_be_read_any_more_clears_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health["ecc_sram_threshold_exceeded"] = True
+    fleet.run(60, judge, every=20)
+    before = fleet.findings()
+    assert before
+    card.health["ecc_sram_threshold_exceeded"] = None
+    fleet.why_null(card, "gpu_health", "ecc_sram_threshold_exceeded", reason="failed")
+    fleet.run(240, judge, every=20)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
+    assert fleet.findings() == before

@@ -341,3 +341,46 @@ def test_no_longer_expected_is_no_longer_missing(fleet: "Fleet", judge: Judge) -
     rows = fleet.sql("SELECT state, cause FROM finding")
     assert rows == [("resolved", "no longer judged: not expected and not there")]
     assert fleet.incidents()[0][4] == "resolved"
+
+
+def test_a_card_whose_state_was_not_told_is_unknown(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=2).cards[0]
+    fleet.run(5)
+    card.said["state"] = None
+    fleet.run(20, judge)
+    assert fleet.find("gpu_missing", card.entity)[:2] == ("unknown", "not_told")
+    assert fleet.findings() == []
+
+
+def test_a_sweep_of_the_bus_whose_rows_are_not_all_here_says_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=2).cards[0]
+    fleet.run(5)
+    with fleet.store.transaction() as write:
+        write.execute("DELETE FROM live.pci WHERE pci = ?", [card.pci])
+    assert fleet.find("gpu_missing", card.entity)[:2] == ("ok", "present")
+
+
+def test_a_card_that_was_exchanged_is_said_to_be(fleet: "Fleet", judge: Judge) -> None:
+    """By another one (RMA), or with another host's: a reboot brings neither back."""
+    first, second = fleet.add("gpu-001", gpus=2), fleet.add("gpu-002", gpus=2)
+    mine, other = first.cards[0], second.cards[0]
+    was = mine.entity
+    fleet.run(5, judge)
+    with fleet.store.transaction() as write:
+        write.execute("UPDATE live.inventory SET valid_to = ? WHERE gpu_index = 0", [fleet.at])
+    for one in ("uuid", "serial"):
+        mine_is, other_is = getattr(mine, one), getattr(other, one)
+        setattr(mine, one, other_is)
+        setattr(other, one, mine_is)
+    for card in (mine, other):
+        fleet.install(card, fleet.at)
+    first.sent = second.sent = 0
+    fleet.run(10)
+    verdict, _, _, reason = fleet.find("gpu_missing", was, "gpu-001")
+    assert verdict == "crit"
+    assert f"; in its place is serial {mine.serial}, {mine.uuid}; it is in gpu-002 now" in reason
+    said = fleet.sql(
+        f"SELECT json_extract_string(detail, '$.action') FROM find_gpu_missing(TIMESTAMP '{fleet.at}') "
+        "WHERE verdict = 'crit'"
+    )
+    assert said == [("accept",), ("accept",)]

@@ -179,6 +179,18 @@ def test_a_split_card_has_no_links(fleet: "Fleet", judge: Judge) -> None:
     assert fleet.find(RULE, card.entity)[:2] == ("n/a", "mig")
 
 
+def test_a_split_card_stays_split_while_its_health_is_not_read(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=1, health=True)
+    describe(fleet, node)
+    card = node.cards[0]
+    shown(fleet, card, 12)
+    card.health["mig_enabled"] = True
+    fleet.run(60)
+    node.health = False
+    polls(fleet, judge, card, [0] * 20)
+    assert fleet.findings() == []
+
+
 def test_no_probe_no_samples_no_answer(fleet: "Fleet", judge: Judge) -> None:
     plain = fleet.add("gpu-001", gpus=1).cards[0]
     fleet.run(5)

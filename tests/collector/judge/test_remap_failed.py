@@ -86,3 +86,17 @@ def test_not_known_not_supported_not_read(fleet: "Fleet", judge: Judge) -> None:
     fleet.nodes["gpu-002"].up = False
     fleet.at += timedelta(minutes=5)
     assert fleet.find(RULE, cards[3].entity)[:2] == ("unknown", "no_samples")
+
+
+@pytest.mark.parametrize("metric", ["remap_failed", "remap_pending"])
+def test_an_answer_that_fails_clears_nothing(fleet: "Fleet", judge: Judge, metric: str) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health[metric] = True
+    fleet.run(60, judge, every=20)
+    before = fleet.findings()
+    assert before
+    card.health[metric] = None
+    fleet.why_null(card, "gpu_health", metric, reason="failed")
+    fleet.run(240, judge, every=20)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
+    assert fleet.findings() == before

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
+from gpufleet import catalogue
 from gpufleet_collector import documents, ladder, rules, story, views
 from gpufleet_collector.ladder import Tried
 from gpufleet_collector.store import LIVE, PEOPLE, Store
@@ -161,11 +162,21 @@ def test_the_view_of_repeat_offenders(desk: Desk) -> None:
     ("rule", "code", "asked", "done", "said"),
     [
         ("gpu_missing", "lost_at_run_time", "", [], "reboot the node"),
+        ("gpu_missing", "gone_from_bus", "accept", ["reboot"], "see who exchanged the card"),
         ("gpu_missing", "driver_not_loaded", "", [], "load the driver"),
         ("remap_failed", "remap_pending", "", [], "reset the card"),
         ("remap_failed", "remap_pending", "", ["reset"], "reboot the node"),
         ("recovery_action", "node_reboot", "node_reboot", [], "reboot the node"),
         ("xid", "xid", "node_reboot", ["reboot"], "reseat the card"),
+        ("xid", "xid", "reboot", [], "reboot the node"),
+        ("xid", "sxid", "reboot", [], "reboot the node"),
+        ("xid", "xid", "reset_gpu", [], "reset the card"),
+        ("xid", "xid", "drain_rma", [], "replace the card"),
+        ("xid", "xid", "restart_app", [], "restart the job"),
+        ("xid", "xid", "restart_app", ["reboot"], "reseat the card"),
+        ("xid", "xid", "contact", [], "note it"),
+        ("remap_failed", "remap_failed", "drain_rma", [], "replace the card"),
+        ("retired_pages", "full", "drain_rma", [], "replace the card"),
         ("xid", "xid", "", ["reboot", "reseat"], "replace the card"),
         ("xid", "xid", "", ["reboot", "reseat", "reset"], "replace the card"),
         ("gpu_downclocked", "power_brake", "", [], "power: look at supplies"),
@@ -208,3 +219,9 @@ def test_every_rule_has_a_ladder_and_one_of_tomorrow_its_runbook() -> None:
 )
 def test_merged(cause: str | None, into: int | None) -> None:
     assert story.merged_into(cause) == into
+
+
+def test_every_action_of_the_catalogue_leads_somewhere() -> None:
+    """An error that wants a reboot must not be answered with a reset, nor a program's with either."""
+    steps = {action: ladder.next_step("xid", "xid", action, "", []) for action in catalogue.ACTIONS}
+    assert len(set(steps.values())) == len(steps), steps

@@ -34,6 +34,11 @@ told as (
     from finding where rule = 'dimm_errors' and state <> 'resolved' and entity <> 'node:' and began_at <= as_of
 ),
 every as (select node, max(interval_s) as interval_s from probe where probe = 'edac' group by node),
+run as (
+    select node, max(ts) as ts, max_by(ok, ts) as ok, max_by(coalesce(rows, 1), ts) as rows  -- not told is not none
+    from agent where ts > as_of - interval 15 minute and ts <= as_of and probe = 'edac'
+    group by node
+),
 judged as (
     select d.*, l.uncorrectable, l.corrected, h.errors as held, h.ts as held_at, h.total as held_total,
            case when d.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60)))   then 'no_samples'
@@ -48,12 +53,9 @@ judged as (
                     and h.ts > as_of - interval 1 day and h.boot_id = d.boot_id and d.ue_total >= h.total
     left join every p on p.node = d.node
     -- a large fleet has tens of thousands of modules: the sound ones are one row, that of their node
-    where d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null
-),
-run as (
-    select node, max(ts) as ts, max_by(ok, ts) as ok, max_by(coalesce(rows, 0), ts) as rows
-    from agent where ts > as_of - interval 15 minute and ts <= as_of and probe = 'edac'
-    group by node
+    where (d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null)
+      -- a sweep since then found nothing that counts
+      and not exists (from run r where r.node = d.node and r.ok and r.rows = 0 and r.ts > d.ts)
 ),
 heard as (
     select node, max(ts) as ts, max_by(boot_id, ts) as boot_id
@@ -118,11 +120,14 @@ select node, entity,
 from judged
 union all
 -- after a reboot, or without its driver, the kernel may no longer count for a place that had errors
-select f.node, f.entity, 'ok', 'gone', null, null, 'count', r.ts, 'the host no longer counts errors of this place', null
+-- (gone); what had errors on a node that is silent now is not gone
+select f.node, f.entity, if(gone, 'ok', 'unknown'), if(gone, 'gone', 'no_samples'), null, null, 'count', r.ts,
+       if(gone, 'the host no longer counts errors of this place', 'no samples'), null
 from told f
-join run r on r.node = f.node and r.ok
+left join run r on r.node = f.node
 left join newest n on n.node = f.node
-where (r.rows = 0 or r.ts = n.ts) and not exists (from dimm d where d.node = f.node and d.entity = f.entity and r.rows > 0)
+cross join lateral (select coalesce(r.ok and (r.rows = 0 or r.ts = n.ts), false) as gone) g
+where not exists (from judged j where j.node = f.node and j.entity = f.entity)
 union all
 select node, 'node:',
        case code when 'few' then 'ok' when 'uncorrectable' then 'crit' when 'corrected' then 'warn'

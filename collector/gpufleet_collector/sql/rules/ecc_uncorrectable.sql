@@ -67,15 +67,16 @@ held as (
     where rule = 'ecc_uncorrectable' and state in ('firing', 'recovering') and fired_at <= as_of
 ),
 why_null as (
-    select node, entity, bool_and(reason in ('not_supported', 'ok')) as not_supported
+    select node, entity, bool_and(reason in ('not_supported', 'ok')) filter (metric = 'ecc_uncorrectable_total') as not_supported,
+           bool_and(reason in ('not_supported', 'ok')) as told
     from (select node, entity, metric, max_by(reason, since) as reason
           from capability
-          where probe = 'gpu_health' and metric = 'ecc_uncorrectable_total' and since <= as_of
+          where probe = 'gpu_health' and metric in ('ecc_uncorrectable_total', 'ecc_sram_threshold_exceeded') and since <= as_of
           group by node, entity, metric)
     group by node, entity
 ),
 joined as (
-    select c.node, c.entity, c.gpu_uuid, c.serial, l.errors as least, p.interval_s, n.ts, n.v, y.not_supported,
+    select c.node, c.entity, c.gpu_uuid, c.serial, l.errors as least, p.interval_s, n.ts, n.v, y.not_supported, y.told,
            g.ts as grown_at, g.errors as grown, h.ts as held_at, h.errors as held,
            -- an agent that was restarted counts driver starts anew: only a greater number is a later one
            coalesce(h.code = 'uncorrectable' and h.boot_id = n.v.boot_id and n.v.total >= h.total
@@ -98,7 +99,8 @@ judged as (
                 when v.state in ('lost', 'hung')                              then v.state
                 when v.sram                                                   then 'sram_threshold'
                 when grown >= least or still                                  then 'uncorrectable'
-                when v.total is not null                                      then 'none'
+                -- one answer that fails is not an answer that all is well
+                when v.total is not null                                      then if(coalesce(told, true), 'none', 'unreadable')
                 when not_supported                                            then 'not_supported'
                 else 'unreadable' end as code
     from joined

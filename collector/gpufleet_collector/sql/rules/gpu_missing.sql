@@ -29,7 +29,7 @@ driver as (
     from run where probe = 'gpu' group by node
 ),
 recent as (
-    select node, ts, gpu_uuid, pci, state
+    select node, ts, gpu_uuid, pci, coalesce(state, 'not_told') as state
     from gpu where ts > as_of - interval 2 minute and ts <= as_of and ts >= (select min(ts) from run where probe = 'gpu')
 ),
 gpu_sweep as (
@@ -40,7 +40,14 @@ gpu_sweep as (
     group by r.node
 ),
 seen as (select distinct g.* from recent g join gpu_sweep s on s.node = g.node and s.ts = g.ts),
-pci_sweep as (select node, max(ts) as ts from run where probe = 'pci' and ok group by node),
+pci_sweep as (
+    select r.node, max(r.ts) as ts
+    from run r
+    left join (select node, ts, count(*) as n from pci where ts > as_of - interval 5 minute and ts <= as_of
+               group by node, ts) p on p.node = r.node and p.ts = r.ts
+    where r.probe = 'pci' and r.ok and coalesce(p.n, 0) >= coalesce(r.rows, 0)
+    group by r.node
+),
 bus as (
     select p.node, p.pci, any_value(nullif(p.gpu_uuid, '')) as gpu_uuid, bool_and(coalesce(p.present, true)) as present
     from pci p join pci_sweep s on s.node = p.node and s.ts = p.ts
@@ -85,9 +92,12 @@ holder as (
     group by s.node, s.pci
 ),
 nameless as (select node, count(*) as n from holder where serial is null group by node),
+elsewhere as (select gpu_uuid, max_by(node, valid_from) as node from inventory_at(as_of) group by gpu_uuid),
 placed as (
     select c.*,
-           h.gpu_uuid as holder,
+           if(h.gpu_uuid = c.gpu_uuid, null, h.gpu_uuid) as holder,
+           if(h.gpu_uuid = c.gpu_uuid, null, h.serial) as holder_serial,
+           e.node as now_on,
            case when c.pci_ts is null then null
                 when coalesce(c.driver_pci, c.pci) is null then c.unclaimed_on_bus
                 else coalesce(b.present, p.present and (p.gpu_uuid is null or p.gpu_uuid = c.gpu_uuid or c.gpu_uuid is null)
@@ -96,6 +106,7 @@ placed as (
     from card c
     left join holder h on h.node = c.node and h.pci = coalesce(c.driver_pci, c.pci)
     left join nameless n on n.node = c.node
+    left join elsewhere e on e.gpu_uuid = c.gpu_uuid and e.node <> c.node
     left join bus p on p.node = c.node and p.pci = coalesce(c.driver_pci, c.pci)
     left join (select node, gpu_uuid, bool_or(present) as present from bus where gpu_uuid is not null group by node, gpu_uuid) b
            on b.node = c.node and b.gpu_uuid = c.gpu_uuid
@@ -112,7 +123,7 @@ judged as (
                 when not driver_ok                                              then 'driver_unreadable'
                 when gpu_ts is null                                             then 'incomplete_sweep'
                 when state = 'ok'                                               then 'present'
-                when state = 'hung'                                             then 'hung'
+                when state in ('hung', 'not_told')                              then state
                 when not on_bus                                                 then 'gone_from_bus'
                 when state is not null                                          then 'lost_at_run_time'
                 else 'refused_by_driver' end                                    as code,
@@ -132,7 +143,7 @@ select node, entity,
        1::double                                                                as expected,
        'count'                                                                  as unit,
        case when by_bus then pci_ts else coalesce(gpu_ts, driver_ts, pci_ts) end as evidence_at,
-       format('{}: serial {}{}, {}, {}',
+       format('{}: serial {}{}, {}, {}{}',
               case code when 'gone_from_bus' then 'gone from the bus'
                         when 'refused_by_driver' then
                              if(on_bus is null, 'the driver does not list it; the bus was not read',
@@ -140,6 +151,7 @@ select node, entity,
                         when 'lost_at_run_time' then 'the driver lists it, but it no longer answers'
                         when 'present' then 'present'
                         when 'hung' then 'a driver call on it does not return'
+                        when 'not_told' then 'the driver lists it; whether it answers was not told'
                         when 'agent_silent' then 'the agent is silent'
                         when 'no_serial' then 'a card is there whose serial cannot be read'
                         when 'no_sweep' then 'the cards were not read'
@@ -147,10 +159,14 @@ select node, entity,
                         when 'incomplete_sweep' then 'rows of the newest sweep are not in yet'
                         else format('the driver could not be read ({})', driver_error) end,
               coalesce(serial, 'unknown'), coalesce(', slot ' || slot, ''),
-              coalesce(driver_pci, pci, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown')) as reason,
+              coalesce(driver_pci, pci, 'address unknown'), coalesce(gpu_uuid, 'UUID unknown'),
+              if(code in ('gone_from_bus', 'refused_by_driver'),
+                 concat(format('; in its place is serial {}, {}', coalesce(holder_serial, 'unknown'), holder),
+                        '; it is in ' || now_on || ' now'), '')) as reason,
        json_object('gpu_uuid', gpu_uuid, 'serial', serial, 'pci', coalesce(driver_pci, pci), 'expected_pci', expected_pci,
                    'slot', slot, 'moved', coalesce(expected_pci <> driver_pci, false), 'on_bus', on_bus,
-                   'driver_state', state, 'now_in_its_place', if(holder = gpu_uuid, null, holder),
+                   'driver_state', state, 'now_in_its_place', holder, 'now_on', now_on,
+                   'action', if(code in ('gone_from_bus', 'refused_by_driver') and coalesce(holder, now_on) is not null, 'accept', null),
                    'expectation', expectation)                                  as detail
 from judged
 union all

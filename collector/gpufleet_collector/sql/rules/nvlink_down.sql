@@ -41,7 +41,8 @@ started as (
 split as (
     select node, gpu_uuid, max_by(mig_enabled, ts) as mig
     from gpu_health
-    where ts > as_of - interval 5 minute and ts <= as_of and gpu_uuid is not null
+    -- long: whether a card is split hardly changes, and links that are off on purpose must not page when that is not read
+    where ts > as_of - interval 15 minute and ts <= as_of and gpu_uuid is not null
     group by node, gpu_uuid
 ),
 why_null as (

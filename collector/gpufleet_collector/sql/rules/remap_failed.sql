@@ -39,8 +39,10 @@ judged as (
                 when n.v.unrepairable                                             then 'memory_unrepairable'
                 when n.v.rows or n.v.pages or n.v.channel or n.v.cluster          then 'pending'
                 when n.v.none_left >= l.banks_none                                then 'no_spare_rows'
-                when coalesce(n.v.failed, n.v.unrepairable, n.v.rows, n.v.pages) is not null then 'none'
-                when y.not_supported                                              then 'not_supported'
+                -- one answer that fails is not an answer that all is well
+                when coalesce(n.v.failed, n.v.unrepairable, n.v.rows, n.v.pages) is not null
+                     and coalesce(y.not_supported, true)                          then 'none'
+                when coalesce(n.v.failed, n.v.unrepairable, n.v.rows, n.v.pages) is null and y.not_supported then 'not_supported'
                 else 'unreadable' end as code
     from card_list(as_of) c
     join limits_remap_failed l on l.node = c.node and l.model = coalesce(c.model, '')
