@@ -124,3 +124,19 @@ def test_where_nothing_has_to_keep_the_clock(fleet: "Fleet", minute: Minute) -> 
     minute({"guest": (False, 0.0, 16.0), "host": (False, 0.0, 16.0)}, fleet.judge)
     assert fleet.find(RULE, node="guest")[:2] == ("n/a", "by_design")
     assert fleet.find(RULE, node="host")[:2] == ("warn", "unsynchronised")
+
+
+@pytest.mark.parametrize(
+    ("bad", "blind"), [((True, 0.7, 0.02), (True, None, 0.02)), ((True, 0.0, 9.0), (True, 0.0, None))]
+)
+def test_what_is_not_read_any_more_clears_nothing(
+    fleet: "Fleet", judge: Judge, minute: Minute, bad: "tuple[Cell, ...]", blind: "tuple[Cell, ...]"
+) -> None:
+    quiet(fleet, "cpu-001")
+    minute({"cpu-001": RIGHT}, judge)
+    minute({"cpu-001": bad}, judge, 5)
+    before = fleet.findings()
+    assert [row[2] for row in before] == ["firing"]
+    minute({"cpu-001": blind}, judge, 6)
+    assert fleet.find(RULE, "node:")[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -204,3 +204,23 @@ def test_where_errors_are_counted_the_log_does_not_count_them_again(
     fleet.event(node, "edac", "uncorrected", "node:", label="DIMM_A1")
     sweep(node, {"mc0/dimm3": (0, 1, 0, 1)}, judge)
     assert fleet.findings() == [("cpu-001", DIMM, "firing", "crit", "uncorrectable")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "blind"),
+    [((5, 5, 0, 1), (5, None, 0, None)), ((105, 0, 100, 0), (None, 0, None, 0))],
+)
+def test_a_count_that_is_not_read_clears_nothing(
+    fleet: "Fleet",
+    judge: Judge,
+    node: "Node",
+    sweep: Sweep,
+    bad: "tuple[Cell, ...]",
+    blind: "tuple[Cell, ...]",
+) -> None:
+    sweep(node, {"mc0/dimm3": bad}, judge)
+    before = fleet.findings()
+    assert [row[2] for row in before] == ["firing"]
+    sweep(node, {"mc0/dimm3": blind}, judge)
+    assert fleet.find(RULE, DIMM)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -161,3 +161,18 @@ def test_what_only_bears_the_same_name_on_two_hosts_is_judged_on_both(
         mounts.add(node, "/scratch", TB, GB, fstype=fstype, source=source, network=True)
     fleet.run(90, judge, every=30)
     assert [row[0] for row in fleet.findings()] == judged
+
+
+@pytest.mark.parametrize("gone", ["inodes_free", "avail_bytes"])
+def test_what_is_not_read_any_more_clears_nothing(
+    fleet: "Fleet", judge: Judge, mounts: Mounts, gone: str
+) -> None:
+    row = mounts.add("gpu-001", "/scratch", 7 * TB, 5 * TB)
+    row[gone] = 0
+    fleet.run(90, judge, every=30)
+    before = fleet.findings()
+    assert [one[2] for one in before] == ["firing"]
+    row[gone] = None
+    fleet.run(540, judge, every=30)
+    assert fleet.find(RULE, "mount:/scratch")[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -169,3 +169,14 @@ def test_what_the_disk_says_of_itself_is_context_and_changes_no_verdict(
     assert fleet.find(RULE, "disk:nvme0n1")[:2] == ("ok", "quick")
     endings = [fleet.find(RULE, f"disk:nvme{n}n1")[3].partition("; its own log has ")[2] for n in (1, 2, 3)]
     assert endings == ["3 media errors and warnings 0", "", f"{2**63 - 1} media errors and warnings 127"]
+
+
+def test_a_state_that_is_not_read_does_not_raise_the_dead(fleet: "Fleet", judge: Judge, disks: Disks) -> None:
+    disk = disks.add("sda", state="offline")
+    fleet.run(60, judge, every=20)
+    before = fleet.findings()
+    assert [row[4] for row in before] == ["dead"]
+    disk.more["state"] = None
+    fleet.run(360, judge, every=20)
+    assert fleet.find(RULE, "disk:sda")[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -145,3 +145,28 @@ def test_a_threshold_that_cannot_be_read_any_more_clears_nothing(fleet: "Fleet",
     fleet.run(240, judge, every=20)
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
     assert fleet.findings() == before
+
+
+def test_a_threshold_that_is_no_longer_sent_clears_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health["ecc_sram_threshold_exceeded"] = True
+    fleet.run(60, judge, every=20)
+    before = fleet.findings()
+    card.health["ecc_sram_threshold_exceeded"] = None
+    fleet.run(120, judge, every=20)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before != []
+
+
+def test_errors_outlast_a_threshold_that_was_passed_meanwhile(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    fleet.run(60, judge, every=20)
+    card.health[TOTAL] = 2
+    fleet.run(60, judge, every=20)
+    card.health["ecc_sram_threshold_exceeded"] = True
+    fleet.run(60, judge, every=20)
+    assert [row[4] for row in fleet.findings()] == ["sram_threshold"]
+    fleet.at += timedelta(hours=2)
+    card.health["ecc_sram_threshold_exceeded"] = False
+    fleet.run(60, judge, every=20)
+    assert fleet.find(RULE, card.entity)[:2] == ("crit", "uncorrectable"), "the card was not reset"

@@ -211,3 +211,18 @@ def test_a_soft_mount_that_nobody_asks_is_not_down_for_ever(
     assert [row[2:] for row in fleet.findings()] == [("firing", "warn", "not_responding")]
     fleet.run(330, judge, every=30)
     assert fleet.find(RULE, DATA)[:2] == ("n/a", "not_asked")
+
+
+@pytest.mark.parametrize("gone", ["read_only", "canary_state"])
+def test_what_is_not_read_any_more_clears_nothing(
+    fleet: "Fleet", judge: Judge, mounts: Mounts, gone: str
+) -> None:
+    fleet.event(mounts.node, "nfs", "ok", "node:", server="filer-01")  # an old line of the kernel log
+    mounts.data[gone] = {"read_only": True, "canary_state": "hung"}[gone]
+    fleet.run(90, judge, every=30)
+    before = fleet.findings()
+    assert [row[1:3] for row in before] == [(DATA, "firing")]
+    mounts.data[gone] = None
+    fleet.run(420, judge, every=30)
+    assert fleet.find(RULE, DATA)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -167,3 +167,14 @@ def test_one_sweep_that_forgot_the_failures_pages_nobody(fleet: "Fleet", judge: 
     assert fleet.findings() == []
     sweeps(fleet, judge, card, "recoveries_failed_total", [38])
     assert found(fleet) == [("crit", "recovery_failed")]
+
+
+@pytest.mark.parametrize("name", ["crc_errors_total", "ecc_errors_total", "recoveries_failed_total"])
+def test_a_count_that_is_not_read_clears_nothing(fleet: "Fleet", judge: Judge, name: str) -> None:
+    card = one(fleet)
+    sweeps(fleet, judge, card, name, [500, 505, 510, 515, 520])
+    before = fleet.findings()
+    assert [row[2] for row in before] == ["firing"]
+    sweeps(fleet, judge, card, name, [None] * 22)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

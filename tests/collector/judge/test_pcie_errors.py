@@ -162,3 +162,80 @@ def test_not_supported_unreadable_and_silent(fleet: "Fleet", judge: Judge) -> No
     other.up = False
     fleet.at += timedelta(minutes=10)
     assert fleet.find(RULE, own.entity)[:2] == ("unknown", "no_samples")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "code"),
+    [("health", "pcie_replay_total", "replays"), ("bus", "aer_corrected_total", "corrected")],
+)
+@pytest.mark.parametrize("stops", ["rows", "column"])
+def test_what_is_not_read_clears_nothing(
+    fleet: "Fleet", judge: Judge, source: str, name: str, code: str, stops: str
+) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    said = card.health if source == "health" else card.bus
+
+    def grow(fleet: "Fleet") -> None:
+        say(said, name, grow=10)
+
+    minutes(fleet, judge, 1)
+    fleet.each_tick = grow
+    minutes(fleet, judge, 3)
+    firing = ("gpu-001", card.entity, "firing", "warn", code)
+    assert fleet.findings() == [firing]
+    fleet.each_tick = lambda fleet: None
+    total = said[name]
+    if stops == "column":
+        said[name] = None
+    elif source == "health":
+        fleet.nodes["gpu-001"].health = False
+    else:
+        card.on_bus = False
+    minutes(fleet, judge, 6)
+    verdict, found, _, reason = fleet.find(RULE, card.entity)
+    assert (verdict, found) == ("unknown", "not_read")
+    probe = "gpu_health" if source == "health" else "pci"
+    assert reason == f"what it was found by is not read: {probe}.{name}"
+    minutes(fleet, judge, 20)
+    assert fleet.findings() == [firing]
+    said[name], fleet.nodes["gpu-001"].health, card.on_bus = total, True, True
+    minutes(fleet, judge, 18)
+    assert fleet.findings() == []
+
+
+def test_a_source_that_the_card_has_no_more_holds_nothing(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+
+    def grow(fleet: "Fleet") -> None:
+        say(card.health, "pcie_replay_total", grow=10)
+
+    minutes(fleet, judge, 1)
+    fleet.each_tick = grow
+    minutes(fleet, judge, 3)
+    fleet.each_tick = lambda fleet: None
+    card.health["pcie_replay_total"] = None
+    minutes(fleet, judge, 6)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    fleet.why_null(card, "gpu_health", "pcie_replay_total")
+    assert fleet.find(RULE, card.entity)[:2] == ("ok", "few")
+
+
+def test_another_source_that_finds_too_does_not_stand_in(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+
+    def replays(fleet: "Fleet") -> None:
+        say(card.health, "pcie_replay_total", grow=10)
+
+    def corrected(fleet: "Fleet") -> None:
+        say(card.bus, "aer_corrected_total", grow=10)
+
+    minutes(fleet, judge, 1)
+    fleet.each_tick = replays
+    minutes(fleet, judge, 3)
+    card.health["pcie_replay_total"] = None
+    fleet.each_tick = corrected
+    minutes(fleet, judge, 8)
+    assert fleet.findings() == [("gpu-001", card.entity, "firing", "warn", "corrected")]
+    fleet.each_tick = lambda fleet: None
+    minutes(fleet, judge, 8)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")

@@ -161,3 +161,23 @@ def test_what_is_declared_wins(fleet: "Fleet") -> None:
     fleet.run(75)
     assert fleet.find(RULE, forced.entity)[:2] == ("ok", "full_speed")
     assert fleet.find(RULE, lost.entity)[:2] == ("warn", "slow_link")
+
+
+@pytest.mark.parametrize("by", ["bus", "driver"])
+def test_the_other_source_does_not_refute_what_is_not_read(fleet: "Fleet", judge: Judge, by: str) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    card.link, card.bus = link(5), {}
+    if by == "bus":
+        card.bus = {"path_gen": 4, "slowest": "0000:01:00.0"}
+    else:
+        card.link = link(4)
+    minutes(fleet, judge, 4)
+    before = fleet.findings()
+    assert [row[2] for row in before] == ["firing"]
+    if by == "bus":
+        card.on_bus = False
+    else:
+        card.link = link(None)
+    minutes(fleet, judge, 8)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

@@ -187,3 +187,17 @@ def test_where_the_bus_tells_nothing_the_driver_does(fleet: "Fleet", judge: Judg
     fleet.nodes["gpu-001"].up = False
     fleet.at += timedelta(minutes=10)
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "no_samples")
+
+
+def test_the_driver_does_not_refute_what_the_bus_found(fleet: "Fleet", judge: Judge) -> None:
+    card = fleet.add("gpu-001", gpus=1).cards[0]
+    card.link = {"pcie_width": 16, "pcie_width_max": 16}
+    best(fleet, card.pci)
+    card.bus = {"path_width": 8, "narrowest": UPLINK}
+    minutes(fleet, judge, 3)
+    before = fleet.findings()
+    assert [row[4] for row in before] == ["narrow_uplink"]
+    card.on_bus = False
+    minutes(fleet, judge, 10)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

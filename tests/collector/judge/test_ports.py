@@ -485,3 +485,18 @@ def test_errors_fire_warn_and_clear(store: Store, fleet: "Fleet") -> None:
     assert fleet.find(ERRORS, silent.entity)[:2] == ("n/a", "not_supported")
     run([host], 960, judge, every=3)
     assert fleet.findings() == []
+
+
+def test_a_counter_that_is_not_read_clears_nothing(store: Store, fleet: "Fleet") -> None:
+    judge = one(store, fleet, ERRORS)
+    port = Port("mlx5_0", "g0", "0000:18:00.0")
+    host = Host(fleet, "gpu-001", [port])
+    for count in range(40):
+        port.cells["rcv_errors_total"] = count * 500
+        run([host], 10, judge if count % 3 == 2 else None)
+    firing = [("gpu-001", port.entity, "firing", "warn", "rcv_errors")]
+    assert fleet.findings() == firing
+    port.cells["rcv_errors_total"] = None
+    run([host], 960, judge, every=3)
+    assert fleet.find(ERRORS, port.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == firing

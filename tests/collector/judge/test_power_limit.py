@@ -95,3 +95,30 @@ def test_what_is_declared_wins(fleet: "Fleet", store: Store) -> None:
         ("ok", "as_expected"),
         ("warn", "below_declared"),
     ]
+
+
+def test_without_what_was_asked_for_held_lower_is_not_refuted(fleet: "Fleet", judge: Judge) -> None:
+    held = fleet.add("gpu-001", gpus=2, health=True).cards[0]
+    held.said["power_limit_w"] = 600.0
+    held.health["power_limit_default_w"] = 500.0
+    fleet.run(120, judge, every=30)
+    before = fleet.findings()
+    assert [row[1:] for row in before] == [(held.entity, "firing", "warn", "held_lower")]
+    held.health["power_limit_requested_w"] = None
+    fleet.run(480, judge, every=30)
+    assert fleet.find(RULE, held.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before
+
+
+def test_peers_that_fall_silent_refute_nothing(fleet: "Fleet", judge: Judge) -> None:
+    peers = fleet.add("gpu-001", health=True)
+    low = fleet.add("gpu-002", gpus=1, health=True).cards[0]
+    low.said["power_limit_w"] = 400.0
+    low.health |= {"power_limit_default_w": 400.0, "power_limit_requested_w": 400.0}
+    fleet.run(120, judge, every=30)
+    before = fleet.findings()
+    assert [row[1:] for row in before] == [(low.entity, "firing", "warn", "below_peers")]
+    peers.up = False
+    fleet.run(300, judge, every=30)
+    assert fleet.find(RULE, low.entity)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

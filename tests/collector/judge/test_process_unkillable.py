@@ -98,3 +98,15 @@ def test_near_misses_and_what_cannot_be_seen(fleet: "Fleet", judge: Judge, say: 
         "seen-one": ("warn", "stuck"),
         "silent": ("unknown", "no_samples"),
     }
+
+
+def test_what_is_not_read_any_more_clears_nothing(fleet: "Fleet", judge: Judge, say: Say) -> None:
+    add(fleet, "cpu-001")
+    for _ in range(2):
+        say({"cpu-001": (1, 500.0, "rsync", 1, 400.0)}, judge)
+    before = fleet.findings()
+    assert [row[4] for row in before] == ["unkillable"]
+    for _ in range(6):
+        say({"cpu-001": (1, 530.0, "rsync", None, None)}, judge)
+    assert fleet.find(RULE)[:2] == ("unknown", "not_read")
+    assert fleet.findings() == before

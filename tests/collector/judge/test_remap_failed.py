@@ -38,7 +38,7 @@ def test_what_the_card_says(
     card.health |= health
     fleet.run(60, judge, every=20)
     assert fleet.findings() == [("gpu-001", card.entity, "firing", verdict, code)]
-    card.health.clear()
+    card.health |= {name: 0 if name == "remap_banks_none" else False for name in health}
     fleet.run(60, judge, every=20)
     assert fleet.findings() == []
 
@@ -99,4 +99,17 @@ def test_an_answer_that_fails_clears_nothing(fleet: "Fleet", judge: Judge, metri
     fleet.why_null(card, "gpu_health", metric, reason="failed")
     fleet.run(240, judge, every=20)
     assert fleet.find(RULE, card.entity)[:2] == ("unknown", "unreadable")
+    assert fleet.findings() == before
+
+
+@pytest.mark.parametrize("metric", ["remap_failed", "channel_repair_pending", "remap_banks_none"])
+def test_an_answer_that_stops_clears_nothing(fleet: "Fleet", judge: Judge, metric: str) -> None:
+    card = fleet.add("gpu-001", gpus=1, health=True).cards[0]
+    card.health[metric] = True
+    fleet.run(60, judge, every=20)
+    before = fleet.findings()
+    assert [row[2] for row in before] == ["firing"]
+    card.health[metric] = None
+    fleet.run(120, judge, every=20)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
     assert fleet.findings() == before

@@ -110,3 +110,16 @@ def test_pools_few_peers_no_cards_and_silence(fleet: "Fleet", judge: Judge) -> N
     mute.up = False
     fleet.run(130)
     assert fleet.find(RULE, node="mute")[:2] == ("unknown", "agent_silent")
+
+
+def test_a_version_that_is_not_told_any_more_is_not_mended(fleet: "Fleet", judge: Judge) -> None:
+    name = crowd(fleet)[2]
+    for vbios in ("96.00.61.00.01", ""):
+        for card in fleet.nodes[name].cards:
+            tell(fleet, name, card.entity, at=fleet.at - timedelta(days=2), vbios=vbios, inforom="G520.0200.00.05")
+        for _ in range(3):
+            fleet.at += timedelta(minutes=5)
+            fleet.run(10, judge, every=5)
+        assert fleet.findings() == [(name, "node:", "firing", "warn", "differs")]
+    assert fleet.find(RULE, node=name)[:2] == ("unknown", "not_read")
+    assert fleet.find(RULE, node="gpu-000")[:2] == ("ok", "as_peers")

@@ -87,3 +87,20 @@ def test_unknown_and_not_supported(fleet: "Fleet", judge: Judge) -> None:
     fleet.at += timedelta(minutes=5)
     assert fleet.find(RULE, never.entity)[:2] == ("unknown", "no_samples")
     assert fleet.findings() == []
+
+
+def test_a_limit_that_is_not_read_any_more_is_not_nought(fleet: "Fleet", judge: Judge) -> None:
+    node = fleet.add("gpu-001", gpus=2, health=True)
+    card = node.cards[0]
+    for each in node.cards:
+        each.health["slowdown_margin_c"], each.margin = 5.0, 30.0
+    card.margin = 7.0
+    minutes(fleet, judge, 4)
+    before = fleet.findings()
+    assert [row[1:3] for row in before] == [(card.entity, "firing")]
+    node.health = False
+    fleet.at += timedelta(minutes=65)  # what was told of a limit is believed for an hour
+    minutes(fleet, judge, 8)
+    assert fleet.find(RULE, card.entity)[:2] == ("unknown", "not_read")
+    assert fleet.find(RULE, node.cards[1].entity)[:2] == ("ok", "apart")
+    assert fleet.findings() == before

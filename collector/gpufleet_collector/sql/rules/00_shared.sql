@@ -138,6 +138,37 @@ create or replace macro findings_at(as_of) as table
       and f.fired_at <= as_of and (f.resolved_at is null or f.resolved_at > as_of)
       and f.state <> 'pending';
 
+-- What the open findings of a rule rest on: the metrics ('probe.metric') that its detail names in `by`, without those that
+-- the entity has lost for good. While one of them is not read, whatever else is well proves nothing against it.
+create or replace macro found_by(as_of, of_rule) as table
+with open as (
+    select node, entity, 'pci:' || json_extract_string(detail, '$.pci') as device,
+           unnest(json_extract_string(detail, '$.by[*]')) as metric
+    from finding where rule = of_rule and state <> 'resolved' and began_at <= as_of
+),
+lost as (
+    select c.node, c.entity, c.probe || '.' || c.metric as metric
+    from capability c semi join open o on o.node = c.node and o.metric = c.probe || '.' || c.metric
+    where c.since <= as_of
+    group by c.node, c.entity, c.probe, c.metric
+    having max_by(c.reason, c.since) = 'not_supported'
+)
+select o.node, o.entity, list(o.metric order by o.metric) as metrics
+from open o
+where not exists (from lost l where l.node = o.node and l.metric = o.metric and l.entity in (o.entity, o.device))
+group by o.node, o.entity;
+
+-- Those of `metrics` that are not in `seen`; none where there is no finding.
+create or replace macro unread(metrics, seen) as
+    list_filter(coalesce(metrics, []::varchar[]), lambda metric: not coalesce(list_contains(seen, metric), false));
+
+-- What a bad verdict notes in its detail as `by`: what is bad now, and what was and is not read. NULLs in `bad` are none.
+create or replace macro noted(bad, not_read) as
+    list_sort(list_distinct(list_concat(list_filter(bad, lambda metric: metric is not null), not_read)));
+
+-- What the reason says of them.
+create or replace macro unread_words(not_read) as 'what it was found by is not read: ' || array_to_string(not_read, ', ');
+
 -- Who holds which card at as_of: the rows of each node's newest look at processes, while it is fresh. A node whose look
 -- found nobody has none.
 create or replace macro jobs_at(as_of) as table

@@ -33,6 +33,9 @@ why_null as (
 ),
 judged as (
     select n.node, s.ts, s.v, l.offset_s, l.error_max_s,
+           unread(h.metrics, [if(s.v.offset is not null, 'host.clock_offset_s', null),
+                              if(s.v.most is not null, 'host.clock_error_max_s', null)]) as lost,
+           [if(abs(s.v.offset) > l.offset_s, 'host.clock_offset_s', null), if(s.v.most > l.error_max_s, 'host.clock_error_max_s', null)] as bad,
            case when l.kept = 0 then 'by_design'
                 when s.ts is null or s.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 10))) then 'no_samples'
                 when s.v.right is null and y.reason = 'not_supported'     then 'not_supported'
@@ -40,12 +43,14 @@ judged as (
                 when not s.v.right                                        then 'unsynchronised'
                 when abs(s.v.offset) > l.offset_s                         then 'offset'
                 when s.v.most > l.error_max_s                             then 'uncertain'
+                when len(lost) > 0                                        then 'not_read'
                 else 'synchronised' end as code
     from node_list(as_of) n
     join limits_clock_unsynchronised l on l.node = n.node and l.model = ''
     left join newest s on s.node = n.node
     left join (select node, max(interval_s) as interval_s from probe where probe = 'host' group by node) p on p.node = n.node
     left join why_null y on y.node = n.node
+    left join found_by(as_of, 'clock_unsynchronised') h on h.node = n.node and h.entity = 'node:'
     where n.hello_at is not null
 )
 select node, 'node:' as entity,
@@ -62,6 +67,7 @@ select node, 'node:' as entity,
             when 'by_design' then 'limit kept says that nothing has to keep its clock'
             when 'not_supported' then 'this kernel, or an agent of this version, does not say how its clock is kept'
             when 'unreadable' then 'the agent may not ask how the clock is kept'
+            when 'not_read' then unread_words(lost)
             else 'no samples' end as reason,
-       json_object('synchronised', v.right, 'offset_s', v.offset, 'error_max_s', v.most) as detail
+       json_object('synchronised', v.right, 'offset_s', v.offset, 'error_max_s', v.most, 'by', noted(bad, lost)) as detail
 from judged;

@@ -41,9 +41,14 @@ run as (
 ),
 judged as (
     select d.*, l.uncorrectable, l.corrected, h.errors as held, h.ts as held_at, h.total as held_total,
+           unread(b.metrics, [if(d.ue is not null and d.ue_total is not null, 'edac.uncorrectable_day', null),
+                              if(d.ce is not null, 'edac.corrected_day', null)]) as lost,
+           [if(d.ue >= l.uncorrectable or h.ts is not null, 'edac.uncorrectable_day', null),
+            if(d.ce >= l.corrected, 'edac.corrected_day', null)] as bad,
            case when d.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60)))   then 'no_samples'
                 when d.ue >= l.uncorrectable or h.ts is not null                      then 'uncorrectable'
                 when d.ce >= l.corrected                                              then 'corrected'
+                when len(lost) > 0                                                    then 'not_read'
                 when coalesce(d.ue, d.ce) is not null                                 then 'few'
                 else 'unreadable' end as code
     from dimm d
@@ -51,6 +56,7 @@ judged as (
     left join told f on f.node = d.node and f.entity = d.entity
     left join told h on h.node = d.node and h.entity = d.entity and h.code = 'uncorrectable' and h.state <> 'pending'
                     and h.ts > as_of - interval 1 day and h.boot_id = d.boot_id and d.ue_total >= h.total
+    left join found_by(as_of, 'dimm_errors') b on b.node = d.node and b.entity = d.entity
     left join every p on p.node = d.node
     -- a large fleet has tens of thousands of modules: the sound ones are one row, that of their node
     where (d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null)
@@ -113,9 +119,10 @@ select node, entity,
             when 'corrected' then format('{}: {} corrected memory errors within a day, {} since the driver was loaded',
                  coalesce(nullif(label, ''), 'module not known'), ce, ce_total)
             when 'unreadable' then 'the counts cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'no samples' end as reason,
        json_object('label', label, 'uncorrectable_day', ue, 'corrected_day', ce, 'total', ue_total,
-                   'corrected_total', ce_total, 'boot_id', boot_id,
+                   'corrected_total', ce_total, 'boot_id', boot_id, 'by', noted(bad, lost),
                    'action', case code when 'uncorrectable' then 'replace' when 'corrected' then 'watch' end) as detail
 from judged
 union all

@@ -42,7 +42,7 @@ thing as (
     where f.rule = 'disk_full' and f.state <> 'resolved' and f.began_at <= as_of
 ),
 used as (
-    select t.*, l.* exclude (node, model),
+    select t.*, l.* exclude (node, model), h.metrics,
            coalesce(greatest(t.b.ts, t.i.ts) >= as_of - to_seconds(greatest(fresh_s(p.interval_s), 150)), false) as fresh,
            100 * (t.b.size - t.b.free) / nullif((t.b.size - t.b.free) + t.b.avail, 0) as used_pct,
            t.b.avail / 1e9                              as avail_gb,
@@ -52,10 +52,12 @@ used as (
                and row_number() over (partition by t.network, t.source order by t.b.ts is null, t.node) > 1 as elsewhere
     from thing t
     join limits_disk_full l on l.node = t.node and l.model = ''
+    left join found_by(as_of, 'disk_full') h on h.node = t.node and h.entity = t.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'mount' group by node) p on p.node = t.node
 ),
 judged as (
     select *,
+           unread(metrics, [if(used_pct is not null, 'mount.avail_bytes', null), if(inodes_pct is not null, 'mount.inodes_free', null)]) as lost,
            case when seen_at is null                                          then 'no_samples'
                 when elsewhere                                                then 'judged_elsewhere'
                 when not fresh and canary is not null and canary <> 'ok'      then 'no_answer'
@@ -68,6 +70,7 @@ judged as (
                 when inodes_pct >= crit_pct                                   then 'no_inodes'
                 when used_pct >= warn_pct and avail_gb <= warn_gb             then 'filling'
                 when inodes_pct >= warn_pct                                   then 'few_inodes'
+                when len(lost) > 0                                            then 'not_read'
                 else 'room' end as code
     from used
 )
@@ -86,7 +89,10 @@ select node, entity,
             when code = 'no_answer' then 'the mount does not answer'
             when code = 'not_known' then 'how full it is could not be read'
             when code = 'no_size' then 'it has no size'
+            when code = 'not_read' then unread_words(lost)
             when code = 'read_only' then 'read-only: nothing can fill it'
             else 'no samples' end as reason,
-       json_object('used_pct', used_pct, 'avail_gb', avail_gb, 'inodes_pct', inodes_pct, 'source', source) as detail
+       json_object('used_pct', used_pct, 'avail_gb', avail_gb, 'inodes_pct', inodes_pct, 'source', source,
+                   'by', noted([if(code in ('full', 'filling'), 'mount.avail_bytes', null),
+                                if(inodes_pct >= warn_pct, 'mount.inodes_free', null)], lost)) as detail
 from judged;

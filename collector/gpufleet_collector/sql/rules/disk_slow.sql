@@ -49,7 +49,7 @@ thing as (
     where f.rule = 'disk_slow' and f.state <> 'resolved' and f.began_at <= as_of
 ),
 step as (
-    select t.*, l.min_ops, coalesce(not t.a.rotational, false) as ssd,
+    select t.*, h.metrics, l.min_ops, coalesce(not t.a.rotational, false) as ssd,
            if(ssd, l.ssd_ms, l.hdd_ms) as limit_ms, if(ssd, l.ssd_mb_per_s, l.hdd_mb_per_s) as much_mb_per_s,
            if(ssd, l.ssd_iops, l.hdd_iops) as much_iops,
            coalesce(t.ts >= as_of - to_seconds(fresh_s(p.interval_s)), false) as fresh,
@@ -67,10 +67,11 @@ step as (
               1000 * (t.b.took_s - t.z.took_s) / (t.b.ops - t.z.ops), null) as before_ms
     from thing t
     join limits_disk_slow l on l.node = t.node and l.model = ''
+    left join found_by(as_of, 'disk_slow') h on h.node = t.node and h.entity = t.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'disk' group by node) p on p.node = t.node
 ),
 judged as (
-    select *,
+    select *, unread(metrics, [if(a.state is not null, 'disk.state', null)]) as lost,
            case when not fresh                                                      then 'no_samples'
                 when a.state in ('dead', 'offline', 'transport-offline')            then 'dead'
                 when b.ts is null                                                   then 'one_sample'
@@ -80,7 +81,8 @@ judged as (
                 when ops < min_ops                                                  then 'idle'
                 when await_ms < limit_ms                                            then 'quick'
                 when mb_per_s >= much_mb_per_s or iops >= much_iops                 then 'loaded'
-                else 'slow' end as code
+                else 'slow' end as said,
+           if(said in ('quick', 'loaded') and len(lost) > 0, 'not_read', said) as code
     from step
 )
 select node, entity,
@@ -99,8 +101,10 @@ select node, entity,
             when code = 'one_sample' then 'one sample so far'
             when code = 'counters_reset' then 'its counters began anew'
             when code = 'unreadable' then 'its counters cannot be read'
+            when code = 'not_read' then unread_words(lost)
             else 'no samples' end as reason,
        json_object('await_ms', await_ms, 'before_ms', before_ms, 'iops', iops, 'mb_per_s', mb_per_s, 'busy', busy,
                    'in_flight', a.in_flight, 'state', a.state, 'ssd', ssd, 'media_errors', a.media_errors, 'warning_bits', a.warning_bits,
-                   'spare_pct', a.spare_pct, 'used_pct', a.used_pct) as detail
+                   'spare_pct', a.spare_pct, 'used_pct', a.used_pct,
+                   'by', noted([if(code = 'dead', 'disk.state', null)], lost)) as detail
 from judged;

@@ -59,7 +59,10 @@ grown as (
     group by node, gpu_uuid, boot_id, driver_epoch
 ),
 held as (
-    select node, entity, code, last_evidence_at as ts, observed as errors,
+    select node, entity, last_evidence_at as ts, observed as errors,
+           -- a threshold that was passed meanwhile takes nothing back
+           code = 'uncorrectable'
+               or coalesce(list_contains(json_extract_string(detail, '$.by[*]'), 'gpu_health.ecc_uncorrectable_total'), false) as grew,
            json_extract_string(detail, '$.boot_id')                      as boot_id,
            try_cast(json_extract_string(detail, '$.total') as double)    as total,
            try_cast(json_extract_string(detail, '$.epoch') as bigint)    as epoch
@@ -78,8 +81,10 @@ why_null as (
 joined as (
     select c.node, c.entity, c.gpu_uuid, c.serial, l.errors as least, p.interval_s, n.ts, n.v, y.not_supported, y.told,
            g.ts as grown_at, g.errors as grown, h.ts as held_at, h.errors as held,
+           unread(f.metrics, [if(n.v.total is not null, 'gpu_health.ecc_uncorrectable_total', null),
+                              if(n.v.sram is not null, 'gpu_health.ecc_sram_threshold_exceeded', null)]) as lost,
            -- an agent that was restarted counts driver starts anew: only a greater number is a later one
-           coalesce(h.code = 'uncorrectable' and h.boot_id = n.v.boot_id and n.v.total >= h.total
+           coalesce(h.grew and h.boot_id = n.v.boot_id and n.v.total >= h.total
                     and coalesce(n.v.epoch <= h.epoch, true), false) as still
     from card_list(as_of) c
     join limits_ecc_uncorrectable l on l.node = c.node and l.model = coalesce(c.model, '')
@@ -87,6 +92,7 @@ joined as (
     left join grown g on g.node = c.node and g.gpu_uuid = c.gpu_uuid and g.boot_id = n.v.boot_id
                      and g.driver_epoch is not distinct from n.v.epoch
     left join held h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of, 'ecc_uncorrectable') f on f.node = c.node and f.entity = c.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity
@@ -100,7 +106,8 @@ judged as (
                 when v.sram                                                   then 'sram_threshold'
                 when grown >= least or still                                  then 'uncorrectable'
                 -- one answer that fails is not an answer that all is well
-                when v.total is not null                                      then if(coalesce(told, true), 'none', 'unreadable')
+                when v.total is not null                                      then
+                     case when not coalesce(told, true) then 'unreadable' when len(lost) > 0 then 'not_read' else 'none' end
                 when not_supported                                            then 'not_supported'
                 else 'unreadable' end as code
     from joined
@@ -122,8 +129,11 @@ select node, entity,
             when 'no_samples' then 'no samples'
             when 'not_supported' then 'no error counts: ECC is off, or this card has none'
             when 'unreadable' then 'the error counts cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'the card does not answer' end                         as reason,
        json_object('gpu_uuid', gpu_uuid, 'serial', serial, 'total', v.total, 'boot_id', v.boot_id, 'epoch', v.epoch,
                    'grown', grown, 'sram_threshold_exceeded', v.sram, 'driver_state', v.state,
-                   'action', case code when 'uncorrectable' then 'reset' when 'sram_threshold' then 'drain_rma' end) as detail
+                   'action', case code when 'uncorrectable' then 'reset' when 'sram_threshold' then 'drain_rma' end,
+                   'by', noted([if(v.sram, 'gpu_health.ecc_sram_threshold_exceeded', null),
+                                if(grown >= least or still, 'gpu_health.ecc_uncorrectable_total', null)], lost)) as detail
 from judged;

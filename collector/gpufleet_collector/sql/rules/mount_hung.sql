@@ -59,7 +59,7 @@ was as (
     group by all
 ),
 joined as (
-    select t.*, l.crit_s, v.ts as log_at, v.code as log_code, v.duration_s,
+    select t.*, h.metrics, l.crit_s, v.ts as log_at, v.code as log_code, v.duration_s,
            -- a request that was given up is not followed by word that the server answers again
            (v.code = 'not_responding' or v.code = 'timed_out' and v.ts > as_of - interval 5 minute)
                and coalesce(t.answered_at < v.ts, true) as log_open,
@@ -67,6 +67,7 @@ joined as (
            coalesce(t.seen_at >= as_of - to_seconds(fresh_s(p.interval_s)), false) as fresh
     from thing t
     join limits_mount_hung l on l.node = t.node and l.model = ''
+    left join found_by(as_of, 'mount_hung') h on h.node = t.node and h.entity = t.entity
     left join server v on v.node = t.node and v.boot_id = t.boot_id and t.fstype in ('nfs', 'nfs4')
           and v.server in (trim(regexp_extract(t.source, '^(.+?):/', 1), '[]'), t.address)
     left join was w on w.node = t.node and w.entity = t.entity and w.source = t.source
@@ -75,7 +76,7 @@ joined as (
     qualify row_number() over (partition by t.node, t.entity order by v.ts desc nulls last) = 1
 ),
 judged as (
-    select *,
+    select *, unread(metrics, [if(c.state is not null, 'mount.canary_state', null), if(read_only is not null, 'mount.read_only', null)]) as lost,
            case when not fresh                                                   then 'no_samples'
                 when c.state = 'hung'                                            then 'hung'
                 when log_open                                                    then 'not_responding'
@@ -83,6 +84,7 @@ judged as (
                 when c.state = 'failed' and c.code = 'ENOENT'                    then 'not_found'
                 when c.state = 'failed'                                          then 'failed'
                 when read_only and writable                                      then 'read_only'
+                when len(lost) > 0                                               then 'not_read'
                 when c.state = 'ok' or log_code = 'ok'                           then 'answers'
                 else 'not_asked' end as code
     from joined
@@ -111,7 +113,10 @@ select node, entity,
             when code = 'no_permission' then 'the agent may not ask it: ' || c.code
             when code = 'not_found' then 'the path was not there when it was asked'
             when code = 'not_asked' then 'not asked: covered by another mount, or an automounter would keep it for that'
+            when code = 'not_read' then unread_words(lost)
             else 'no samples' end as reason,
        json_object('fstype', fstype, 'source', source, 'canary', c.state, 'error', nullif(c.code, ''), 'hung_s', c.hung_s,
-                   'kernel_log', log_code, 'kernel_log_at', log_at, 'read_only', read_only, 'writable', writable) as detail
+                   'kernel_log', log_code, 'kernel_log_at', log_at, 'read_only', read_only, 'writable', writable,
+                   'by', noted([if(code in ('hung', 'failed'), 'mount.canary_state', null),
+                                if(read_only and writable, 'mount.read_only', null)], lost)) as detail
 from judged;

@@ -21,7 +21,7 @@ ber           = { value = 1e-6, source = "cyclecloud-healthagent: effective BER 
 -- What the links of a card counted between its two newest sweeps, within one boot and driver start. A count that falls was
 -- reset and is no error; a step in which links came up is theirs to train. One bad sweep is nobody's business: links send
 -- again what they lost. Blackwell is judged by recoveries and by the bit error rate after correction alone: what it corrects
--- all the time is not an error.
+-- all the time is not an error. A finding is not refuted by other counts while the one that it came from is not read.
 create or replace macro find_nvlink_errors(as_of) as table
 with recent as (
     select node, gpu_uuid, ts,
@@ -56,6 +56,12 @@ step as (
            o.v.boot_id is distinct from n.v.boot_id or o.v.epoch is distinct from n.v.epoch
                or coalesce(n.v.active > o.v.active, false) as begun,
            epoch(n.ts - o.v.ts) as elapsed_s,
+           [if(n.v.crc is not null and o.v.crc is not null, 'nvlink.crc_errors_total', null),
+            if(n.v.replays is not null and o.v.replays is not null, 'nvlink.replays_total', null),
+            if(n.v.recoveries is not null and o.v.recoveries is not null, 'nvlink.recoveries_total', null),
+            if(n.v.failed is not null and o.most_failed is not null, 'nvlink.recoveries_failed_total', null),
+            if(n.v.ecc is not null and o.v.ecc is not null, 'nvlink.ecc_errors_total', null),
+            if(n.v.ber is not null, 'nvlink.effective_ber', null)] as seen,
            greatest(n.v.crc::double - o.v.crc, 0)               as crc,
            greatest(n.v.replays::double - o.v.replays, 0)       as replays,
            greatest(n.v.recoveries::double - o.v.recoveries, 0) as recoveries,
@@ -72,7 +78,7 @@ counting as (
 ),
 joined as (
     select c.node, c.entity, l.per_minute, l.crc_per_s, l.failed as least_failed, l.ber as most_ber, p.interval_s,
-           s.* exclude (node, gpu_uuid), k.links, y.not_supported,
+           s.* exclude (node, gpu_uuid), k.links, y.not_supported, unread(h.metrics, s.seen) as lost,
            coalesce(s.crc, 0) + coalesce(s.replays, 0) + coalesce(s.recoveries, 0) + coalesce(s.ecc, 0) as errors,
            coalesce(s.v.crc, s.v.replays, s.v.recoveries) is not null as told
     from card_list(as_of) c
@@ -82,6 +88,7 @@ joined as (
     left join (select node, max(interval_s) as interval_s from probe where probe = 'nvlink' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity
+    left join found_by(as_of, 'nvlink_errors') h on h.node = c.node and h.entity = c.entity
     where c.gpu_uuid is not null
 ),
 judged as (
@@ -96,7 +103,11 @@ judged as (
                 when crc >= crc_per_s * elapsed_s                                       then 'crc_burst'
                 when v.ber > most_ber                                                   then 'bit_errors'
                 when errors > 0 and errors * 60 >= per_minute * elapsed_s               then 'errors'
-                else 'none' end as code
+                when len(lost) > 0                                                      then 'not_read'
+                else 'none' end as code,
+           [if(failed >= least_failed, 'nvlink.recoveries_failed_total', null), if(v.ber > most_ber, 'nvlink.effective_ber', null),
+            if(crc > 0, 'nvlink.crc_errors_total', null), if(replays > 0, 'nvlink.replays_total', null),
+            if(recoveries > 0, 'nvlink.recoveries_total', null), if(ecc > 0, 'nvlink.ecc_errors_total', null)] as bad
     from joined
 )
 select node, entity,
@@ -124,7 +135,9 @@ select node, entity,
             when 'not_supported' then 'this card counts no errors of links'
             when 'no_step' then 'the links or the counts have just begun'
             when 'unreadable' then 'the error counts cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'the card does not answer' end as reason,
        json_object('crc', crc, 'replays', replays, 'recoveries', recoveries, 'recoveries_failed', failed, 'ecc', ecc,
-                   'effective_ber', v.ber, 'elapsed_s', elapsed_s, 'links', links, 'driver_state', v.state) as detail
+                   'effective_ber', v.ber, 'elapsed_s', elapsed_s, 'links', links, 'driver_state', v.state,
+                   'by', noted(bad, lost)) as detail
 from judged;

@@ -19,7 +19,8 @@ fatal         = { value = 1, source = "the link was lost" }
 -- Growth in five minutes, within one boot (and driver start), at the device, at the port above it, and by the card's own
 -- counts: either end of a link may be the one that counts, and the same error may be counted in several places, so the
 -- places are compared and not added up. What a counter had before is no growth, and neither is what came before it fell:
--- it was reset, or one sample was bad. Rates are means over what there is of the five minutes.
+-- it was reset, or one sample was bad. Rates are means over what there is of the five minutes. A finding is not refuted by
+-- the other places while the one that it came from is not read.
 create or replace macro find_pcie_errors(as_of) as table
 with recent as (
     select node, pci, ts, boot_id, device_kind as kind, nullif(gpu_uuid, '') as uuid, parent, pcie_gen, pcie_width,
@@ -37,12 +38,19 @@ health as (
 device as (
     select node, pci, max(ts) as ts,
            max_by({'kind': kind, 'uuid': uuid, 'boot_id': boot_id, 'parent': parent, 'gen': pcie_gen, 'width': pcie_width,
-                   'counts': coalesce(c, pc) is not null, 'told': told, 'port_told': port_told}, ts) as v
+                   'counts': coalesce(c, pc) is not null, 'told': told, 'port_told': port_told,
+                   'seen': [if(c is not null, 'pci.aer_corrected_total', null), if(n is not null, 'pci.aer_nonfatal_total', null),
+                            if(f is not null, 'pci.aer_fatal_total', null), if(pc is not null, 'pci.port_aer_corrected_total', null),
+                            if(pn is not null, 'pci.port_aer_nonfatal_total', null), if(pf is not null, 'pci.port_aer_fatal_total', null)]},
+                  ts) as v
     from recent group by node, pci
 ),
 driver as (
     select node, gpu_uuid, max(ts) as ts,
-           max_by({'boot_id': boot_id, 'epoch': driver_epoch, 'counts': coalesce(r, c) is not null}, ts) as v
+           max_by({'boot_id': boot_id, 'epoch': driver_epoch, 'counts': coalesce(r, c) is not null,
+                   'seen': [if(r is not null, 'gpu_health.pcie_replay_total', null), if(c is not null, 'gpu_health.pcie_correctable_total', null),
+                            if(n is not null, 'gpu_health.pcie_nonfatal_total', null), if(f is not null, 'gpu_health.pcie_fatal_total', null)]},
+                  ts) as v
     from health group by node, gpu_uuid
 ),
 -- Only of what moved: nearly nothing does.
@@ -123,7 +131,10 @@ trouble as (
            max(g.ts) filter (kind = 'corrected') as corrected_at, max(g.ts) filter (kind = 'replay') as replays_at,
            string_agg(format('{:.0f} {}{}', g.n, if(kind = 'replay', 'replays', kind),
                case place when 'port' then ' at the upstream port ' || w.v.parent when 'device' then ' at the device'
-                    else ' by the driver' end), ', ' order by place, kind) as words
+                    else ' by the driver' end), ', ' order by place, kind) as words,
+           list({'kind': kind, 'n': g.n, 'per_minute': g.per_minute,
+                 'metric': case place when 'device' then 'pci.aer_' || kind when 'port' then 'pci.port_aer_' || kind
+                                else 'gpu_health.pcie_' || if(kind = 'corrected', 'correctable', kind) end || '_total'}) as grew
     from wanted w
     join grown g on g.node = w.node and g.source in ('pci:' || w.pci, 'gpu:' || w.gpu_uuid)
     group by w.node, w.entity
@@ -144,12 +155,19 @@ judged as (
            ceil(l.replay_scale * coalesce(w.v.width, 16)
                 * case coalesce(w.v.gen, 5) when 1 then 0.15 when 2 then 0.3 when 3 then 0.48 when 4 then 0.96 when 5 then 1.92
                        else 3.84 end) as replays_per_minute,
+           unread(h.metrics, list_concat(if(w.ts >= as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60))), w.v.seen, []::varchar[]),
+                                         if(d.ts >= as_of - to_seconds(fresh_s(coalesce(q.interval_s, 60))), d.v.seen, []::varchar[]))) as lost,
+           list_transform(list_filter(t.grew, lambda x: case x.kind when 'fatal' then x.n >= l.fatal when 'nonfatal' then x.n >= l.nonfatal
+                                                             when 'corrected' then x.per_minute > l.corrected_per_minute
+                                                             else x.per_minute > replays_per_minute end),
+                          lambda x: x.metric) as bad,
            case when greatest(w.ts, d.ts) is null and p.interval_s is null     then 'no_probe'
                 when coalesce(greatest(w.ts, d.ts) < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60))), true) then 'no_samples'
                 when t.fatal >= l.fatal                                        then 'fatal'
                 when t.nonfatal >= l.nonfatal                                  then 'nonfatal'
                 when t.corrected > l.corrected_per_minute                      then 'corrected'
                 when t.replays > replays_per_minute                            then 'replays'
+                when len(lost) > 0                                             then 'not_read'
                 when coalesce(w.v.counts, false) or coalesce(d.v.counts, false) then 'few'
                 when coalesce(y.not_supported, true) and coalesce(z.not_supported, true)
                      and (y.not_supported or z.not_supported)                  then 'not_supported'
@@ -159,6 +177,8 @@ judged as (
     left join driver d on d.node = w.node and d.gpu_uuid = w.gpu_uuid
     left join trouble t on t.node = w.node and t.entity = w.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'pci' group by node) p on p.node = w.node
+    left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) q on q.node = w.node
+    left join found_by(as_of, 'pcie_errors') h on h.node = w.node and h.entity = w.entity
     left join why_null y on y.node = w.node and y.entity = 'pci:' || w.pci
     left join why_null z on z.node = w.node and z.entity = 'gpu:' || w.gpu_uuid
 )
@@ -177,8 +197,9 @@ select node, entity,
             when code = 'few' then coalesce('few errors: ' || words || ' in five minutes', 'no new errors')
             when code = 'no_probe' then 'the agent does not read the bus'
             when code = 'no_samples' then 'no samples'
+            when code = 'not_read' then unread_words(lost)
             when code = 'not_supported' then 'neither kernel nor card counts errors here'
             else 'the counts of errors cannot be read' end as reason,
        json_object('pci', pci, 'parent', v.parent, 'fatal', fatal, 'nonfatal', nonfatal, 'corrected_per_minute', corrected,
-                   'replays_per_minute', replays, 'at_device', v.told, 'at_port', v.port_told) as detail
+                   'replays_per_minute', replays, 'at_device', v.told, 'at_port', v.port_told, 'by', noted(bad, lost)) as detail
 from judged;

@@ -83,6 +83,10 @@ cards as (
            coalesce(b.v.gen < if(c.generation > 0, least(c.generation, b.v.gen_max), b.v.gen_max), false)
                and (coalesce(b.v.slowest <> b.pci, false) or m.read = 0)
                and epoch(b.ts) >= c.until_s - c.window_s                     as bus_slow,
+           unread(h.metrics, [if(m.read >= c.loaded_samples, 'gpu.pcie_gen', null),
+                              if(b.v.gen is not null and epoch(b.ts) >= c.until_s - c.window_s, 'pci.path_gen', null)]) as lost,
+           [if(m.read >= c.loaded_samples and m.slow >= c.slow_share * m.read, 'gpu.pcie_gen', null),
+            if(bus_slow and m.loaded >= c.slow_share * m.samples, 'pci.path_gen', null)] as bad,
            case when y.gen = 'not_supported'                                 then 'not_supported'
                 when m.samples is null                                       then 'no_samples'
                 when m.state in ('lost', 'hung')                             then m.state
@@ -93,11 +97,13 @@ cards as (
                 then if(coalesce(b.v.slowest <> b.pci, false), 'slow_uplink', 'slow_link')
                 when m.read = 0 and b.v.gen is null                          then 'unreadable'
                 when possible is null                                        then 'not_told'
+                when len(lost) > 0                                           then 'not_read'
                 else 'full_speed' end as code
     from card c
     left join bus b on b.node = c.node and b.gpu_uuid = c.gpu_uuid
     left join minute m on m.node = c.node and m.gpu_uuid = c.gpu_uuid
     left join why_null y on y.node = c.node and y.entity = c.entity
+    left join found_by(as_of, 'pcie_speed') h on h.node = c.node and h.entity = c.entity
 ),
 others as (
     select d.node, 'pci:' || d.pci as entity, d.pci, d.v, d.ts, l.crit_steps,
@@ -123,10 +129,10 @@ judged as (
            (case when code = 'slow_uplink' or read = 0 then v.gen else gen end)::double as gen,
            case when code = 'slow_link' and slow_at is not null then slow_at
                 when code in ('slow_link', 'slow_uplink') then bus_at else seen_at end as ts,
-           loaded, samples
+           loaded, samples, bad, lost
     from cards
     union all
-    select node, entity, pci, v, code, crit_steps, possible, v.gen, ts, null, null from others
+    select node, entity, pci, v, code, crit_steps, possible, v.gen, ts, null, null, [], [] from others
 )
 select node, entity,
        case when code = 'full_speed' then 'ok'
@@ -146,8 +152,9 @@ select node, entity,
             when 'not_learned' then 'what to expect is not known yet'
             when 'suspended' then 'the device sleeps and is not woken'
             when 'no_samples' then 'no samples'
+            when 'not_read' then unread_words(lost)
             when 'unreadable' then 'the speed of the link, or the load, cannot be read'
             else 'the card does not answer' end as reason,
        json_object('pci', pci, 'path', v.path, 'path_links', v.links, 'slowest', v.slowest, 'loaded_samples', loaded,
-                   'samples', samples) as detail
+                   'samples', samples, 'by', noted(bad, lost)) as detail
 from judged;

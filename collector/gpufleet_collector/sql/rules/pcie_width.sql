@@ -76,6 +76,9 @@ joined as (
            -- an agent that tells of no path is an older one
            case when from_driver then g.width when w.v.links is null then coalesce(w.v.way, w.v.own) else w.v.way end as way,
            coalesce(w.v.way_max, w.v.own_max, g.width_max)              as possible,
+           -- where the bus tells, the driver is not asked
+           unread(h.metrics, [if(w.v.own is not null, 'pci.pcie_width', null), if(w.v.way is not null, 'pci.path_width', null),
+                              if(from_driver or w.v.own is not null, 'gpu.pcie_width', null)]) as lost,
            -- what was never learned expects nothing: NULL
            if(o.value is null, null, least(o.value, w.v.own_max))       as own_expected,
            if(s.value is null, null, least(s.value, w.v.way_max))       as way_expected
@@ -85,6 +88,7 @@ joined as (
     left join best_shown(as_of, 'pci', 'pcie_width_best') o on o.node = w.node and o.entity = 'pci:' || w.pci
     left join best_shown(as_of, 'pci', 'path_width_best') s on s.node = w.node and s.entity = 'pci:' || w.pci
     left join why_null y on y.node = w.node and y.entity = w.entity
+    left join found_by(as_of, 'pcie_width') h on h.node = w.node and h.entity = w.entity
     left join why_null z on z.node = w.node and z.entity = 'pci:' || w.pci
     left join (select node, max(interval_s) as interval_s from probe where probe = 'pci' group by node) p on p.node = w.node
 ),
@@ -108,6 +112,7 @@ judged as (
                 when way_narrow and v.narrowest <> pci                                   then 'narrow_uplink'
                 when way_narrow or own_narrow                                            then 'narrow_link'
                 when lanes = 0 and way_expected is null and own_expected is null         then 'not_learned'
+                when len(lost) > 0                                                       then 'not_read'
                 when way < possible                                                      then 'narrow_as_ever'
                 else 'wide' end as code
     from compared
@@ -130,7 +135,10 @@ select node, entity,
             when 'no_samples' then 'no samples'
             when 'suspended' then 'the device sleeps and is not woken'
             when 'no_answer' then 'the device reads all ones'
+            when 'not_read' then unread_words(lost)
             else 'the width of the link cannot be read' end as reason,
        json_object('pci', pci, 'parent', v.parent, 'path', v.path, 'path_links', v.links, 'narrowest', v.narrowest,
-                   'possible', possible, 'declared', nullif(lanes, 0), 'source', if(from_driver, 'driver', 'bus')) as detail
+                   'possible', possible, 'declared', nullif(lanes, 0), 'source', if(from_driver, 'driver', 'bus'),
+                   'by', noted([if(own_narrow or way_narrow and from_driver, if(from_driver, 'gpu.pcie_width', 'pci.pcie_width'), null),
+                                if(way_narrow and not from_driver, if(v.way is null, 'pci.pcie_width', 'pci.path_width'), null)], lost)) as detail
 from judged;

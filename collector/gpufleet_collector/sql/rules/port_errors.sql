@@ -21,7 +21,8 @@ crc_errors_per_min       = { value = 60,   source = "own choice: one a second is
 */
 
 -- Growth of each counter of errors over the newest whole window, per minute, against its limit; the worst is named. A
--- counter that fell on the way was reset and counts nothing, and one that is not there is not judged.
+-- counter that fell on the way was reset and counts nothing, and one that is not there is not judged. A finding is not refuted by
+-- other counters while its own is not read.
 create or replace macro find_port_errors(as_of) as table
 with port_ as (
     select p.node, p.entity, p.in_use, l.* exclude (node, model),
@@ -60,36 +61,39 @@ grown as (
 ),
 counter as (
     select node, entity, unnest([
-               {'code': 'symbol_errors',   'grew': symbol,    'most': symbol_errors_per_min},
-               {'code': 'link_recoveries', 'grew': recovery,  'most': recoveries_per_min},
-               {'code': 'rcv_errors',      'grew': rcv,       'most': rcv_errors_per_min},
-               {'code': 'xmit_discards',   'grew': discards,  'most': xmit_discards_per_min},
-               {'code': 'link_integrity',  'grew': integrity, 'most': integrity_errors_per_min},
-               {'code': 'buffer_overruns', 'grew': overrun,   'most': integrity_errors_per_min},
-               {'code': 'ack_timeouts',    'grew': ack,       'most': ack_timeouts_per_min},
-               {'code': 'crc_errors',      'grew': crc,       'most': crc_errors_per_min}]) as c,
+               {'code': 'symbol_errors',   'grew': symbol,    'most': symbol_errors_per_min,    'metric': 'port.symbol_errors_total'},
+               {'code': 'link_recoveries', 'grew': recovery,  'most': recoveries_per_min,       'metric': 'port.link_error_recovery_total'},
+               {'code': 'rcv_errors',      'grew': rcv,       'most': rcv_errors_per_min,       'metric': 'port.rcv_errors_total'},
+               {'code': 'xmit_discards',   'grew': discards,  'most': xmit_discards_per_min,    'metric': 'port.xmit_discards_total'},
+               {'code': 'link_integrity',  'grew': integrity, 'most': integrity_errors_per_min, 'metric': 'port.local_link_integrity_errors_total'},
+               {'code': 'buffer_overruns', 'grew': overrun,   'most': integrity_errors_per_min, 'metric': 'port.excessive_buffer_overrun_errors_total'},
+               {'code': 'ack_timeouts',    'grew': ack,       'most': ack_timeouts_per_min,     'metric': 'port.local_ack_timeout_err_total'},
+               {'code': 'crc_errors',      'grew': crc,       'most': crc_errors_per_min,       'metric': 'port.rx_crc_errors_total'}]) as c,
            greatest(epoch(last_at - first_at), 1) / 60 as minutes
     from port_ join grown using (node, entity)
 ),
 worst as (
     select node, entity, max_by({'code': c.code, 'per_min': c.grew / minutes, 'most': c.most}, share) as w, max(share) as share,
-           json_group_object(c.code, round(c.grew / minutes, 3)) as rates
+           json_group_object(c.code, round(c.grew / minutes, 3)) as rates,
+           list(c.metric) as seen, coalesce(list(c.metric) filter (share > 1), []::varchar[]) as bad
     from (select *, case when c.most > 0 then c.grew / minutes / c.most when c.grew > 0 then 2 else 0 end as share
           from counter where c.grew is not null)
     group by node, entity
 ),
 judged as (
-    select p.node, p.entity, g.last_at, w.w, w.rates,
+    select p.node, p.entity, g.last_at, w.w, w.rates, w.bad, unread(h.metrics, w.seen) as lost,
            case when i.interval_s is null                                then 'no_probe'
                 when not p.in_use                                        then 'not_expected'
                 when g.last_at is null                                   then 'no_samples'
                 when w.share is null                                     then if(y.not_supported, 'not_supported', 'unreadable')
                 when g.last_at < g.first_at + interval 30 second         then 'no_samples'
                 when w.share > 1                                         then w.w.code
+                when len(lost) > 0                                       then 'not_read'
                 else 'clean' end as code
     from port_ p
     left join grown g on g.node = p.node and g.entity = p.entity
     left join worst w on w.node = p.node and w.entity = p.entity
+    left join found_by(as_of, 'port_errors') h on h.node = p.node and h.entity = p.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'port' group by node) i on i.node = p.node
     left join (select node, entity, bool_and(reason = 'not_supported') as not_supported
                from (select node, entity, metric, max_by(reason, since) as reason from capability
@@ -100,7 +104,7 @@ judged as (
 )
 select node, entity,
        case when code = 'clean' then 'ok' when code in ('no_probe', 'not_expected', 'not_supported') then 'n/a'
-            when code in ('no_samples', 'unreadable') then 'unknown' else 'warn' end as verdict,
+            when code in ('no_samples', 'unreadable', 'not_read') then 'unknown' else 'warn' end as verdict,
        code, w.per_min as observed, w.most as expected, 'per minute' as unit, last_at as evidence_at,
        case code when 'clean' then 'errors below their limits'
             when 'no_probe' then 'the agent does not read network ports'
@@ -108,6 +112,7 @@ select node, entity,
             when 'no_samples' then 'no samples'
             when 'not_supported' then 'this port counts no errors'
             when 'unreadable' then 'its counters cannot be read'
+            when 'not_read' then unread_words(lost)
             else format('{:g} {} per minute over two minutes, above {:g}', round(w.per_min, 1), replace(code, '_', ' '), w.most) end as reason,
-       json_object('per_minute', rates) as detail
+       json_object('per_minute', rates, 'by', noted(bad, lost)) as detail
 from judged;

@@ -45,13 +45,19 @@ voted as (
 custom as (
     select model, max_by(watts, votes) as watts, max(votes) as votes, sum(votes) as cards from voted group by model
 ),
+crowd as (select model, count(*) as known from card group by model),
 joined as (
     select c.*, n.ts, n.state, n.enforced_w, g.default_w, g.asked_w, u.cards, y.reason as why_null,
+           -- peers that are silent are no peers that are gone
+           unread(h.metrics, [if(g.asked_w is not null, 'gpu_health.power_limit_requested_w', null),
+                              if(u.cards >= c.peers or w.known < c.peers, 'gpu.power_limit_w of its peers', null)]) as lost,
            if(u.cards >= c.peers and u.votes >= c.majority * u.cards, u.watts, null) as custom_w
     from card c
     left join newest n using (node, gpu_uuid)
     left join given g using (node, gpu_uuid)
     left join custom u on u.model = c.model
+    left join crowd w on w.model = c.model
+    left join found_by(as_of, 'power_limit') h on h.node = c.node and h.entity = c.entity
     left join (select node, entity, max_by(reason, since) as reason from capability
                where probe = 'gpu' and metric = 'power_limit_w' and since <= as_of group by node, entity) y
            on y.node = c.node and y.entity = c.entity
@@ -67,6 +73,7 @@ judged as (
                 when enforced_w >= custom_w * (1 - below_share)              then 'as_expected'
                 when enforced_w < asked_w * (1 - below_share)                then 'held_lower'
                 when custom_w is not null                                    then 'below_peers'
+                when len(lost) > 0                                           then 'not_read'
                 when default_w is null                                       then 'no_expectation'
                 when enforced_w >= default_w * (1 - below_share)             then 'as_expected'
                 else 'no_custom' end as code
@@ -83,7 +90,10 @@ select node, entity,
             when 'no_custom' then format('{:.0f} W, below the default of {:.0f} W, and no limit that most of {} cards share',
                                          enforced_w, default_w, cards)
             when 'no_expectation' then 'no peers, and the card does not tell its default'
+            when 'not_read' then unread_words(lost)
             when 'not_supported' then 'this card has no power limit' when 'unreadable' then 'the power limit cannot be read'
             when 'no_samples' then 'no samples' else 'the card does not answer' end as reason,
-       json_object('enforced_w', enforced_w, 'asked_w', asked_w, 'default_w', default_w, 'peers_w', custom_w, 'cards', cards) as detail
+       json_object('enforced_w', enforced_w, 'asked_w', asked_w, 'default_w', default_w, 'peers_w', custom_w, 'cards', cards,
+                   'by', noted([case code when 'held_lower' then 'gpu_health.power_limit_requested_w'
+                                          when 'below_peers' then 'gpu.power_limit_w of its peers' end], lost)) as detail
 from judged;

@@ -30,9 +30,12 @@ why_null as (
 ),
 judged as (
     select n.node, s.ts, s.v, l.stuck_s, l.killed_s,
+           unread(h.metrics, [if(s.v.stuck_s is not null, 'host.stuck_s', null), if(s.v.killed_s is not null, 'host.unkillable_s', null)]) as lost,
+           [if(s.v.stuck_s >= l.stuck_s, 'host.stuck_s', null), if(s.v.killed_s >= l.killed_s, 'host.unkillable_s', null)] as bad,
            case when s.ts is null or s.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 10))) then 'no_samples'
                 when s.v.killed_s >= l.killed_s                            then 'unkillable'
                 when s.v.stuck_s >= l.stuck_s                              then 'stuck'
+                when len(lost) > 0 and s.v.stuck is not null               then 'not_read'
                 when s.v.stuck is not null                                 then 'none'
                 when y.reason = 'not_supported'                            then 'not_supported'
                 when y.reason = 'no_permission'                            then 'hidden'
@@ -42,6 +45,7 @@ judged as (
     left join newest s on s.node = n.node
     left join (select node, max(interval_s) as interval_s from probe where probe = 'host' group by node) p on p.node = n.node
     left join why_null y on y.node = n.node
+    left join found_by(as_of, 'process_unkillable') h on h.node = n.node and h.entity = 'node:'
     where n.hello_at is not null
 )
 select node, 'node:' as entity,
@@ -59,7 +63,8 @@ select node, 'node:' as entity,
             when 'not_supported' then 'the agent sees only its own processes (a container), or is of a version that does not look'
             when 'hidden' then 'the host hides processes from the agent (hidepid)'
             when 'unreadable' then 'the processes cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'no samples' end as reason,
        json_object('name', v.comm, 'stuck', v.stuck, 'stuck_s', v.stuck_s, 'unkillable', v.killed, 'unkillable_s', v.killed_s,
-                   'action', if(code = 'unkillable', 'reboot', null)) as detail
+                   'action', if(code = 'unkillable', 'reboot', null), 'by', noted(bad, lost)) as detail
 from judged;

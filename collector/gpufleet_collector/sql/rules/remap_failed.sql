@@ -10,7 +10,8 @@ banks_none    = { value = 1, source = "a bank without a spare row: its next unco
 */
 
 -- What the card says of its own memory repairs in the newest sweep. Damage that cannot be repaired is critical: the card
--- goes back. A repair that waits for a reset, and banks that have used up their spare rows, are warnings.
+-- goes back. A repair that waits for a reset, and banks that have used up their spare rows, are warnings. A finding is not
+-- refuted by other answers while the one that it came from is not read.
 create or replace macro find_remap_failed(as_of) as table
 with newest as (
     select node, gpu_uuid, max(ts) as ts,
@@ -32,6 +33,17 @@ why_null as (
 ),
 judged as (
     select c.node, c.entity, n.ts, n.v, l.banks_none,
+           unread(h.metrics, [if(n.v.failed is not null, 'gpu_health.remap_failed', null),
+                              if(n.v.unrepairable is not null, 'gpu_health.memory_unrepairable', null),
+                              if(n.v.rows is not null, 'gpu_health.remap_pending', null),
+                              if(n.v.pages is not null, 'gpu_health.retired_pages_pending', null),
+                              if(n.v.channel is not null, 'gpu_health.channel_repair_pending', null),
+                              if(n.v.cluster is not null, 'gpu_health.tpc_repair_pending', null),
+                              if(n.v.none_left is not null, 'gpu_health.remap_banks_none', null)]) as lost,
+           [if(n.v.failed, 'gpu_health.remap_failed', null), if(n.v.unrepairable, 'gpu_health.memory_unrepairable', null),
+            if(n.v.rows, 'gpu_health.remap_pending', null), if(n.v.pages, 'gpu_health.retired_pages_pending', null),
+            if(n.v.channel, 'gpu_health.channel_repair_pending', null), if(n.v.cluster, 'gpu_health.tpc_repair_pending', null),
+            if(n.v.none_left >= l.banks_none, 'gpu_health.remap_banks_none', null)] as bad,
            case when n.ts is null and p.interval_s is null                        then 'no_probe'
                 when n.ts is null or n.ts < as_of - to_seconds(fresh_s(coalesce(p.interval_s, 60))) then 'no_samples'
                 when n.v.state in ('lost', 'hung')                                then n.v.state
@@ -41,7 +53,7 @@ judged as (
                 when n.v.none_left >= l.banks_none                                then 'no_spare_rows'
                 -- one answer that fails is not an answer that all is well
                 when coalesce(n.v.failed, n.v.unrepairable, n.v.rows, n.v.pages) is not null
-                     and coalesce(y.not_supported, true)                          then 'none'
+                     and coalesce(y.not_supported, true)                          then if(len(lost) > 0, 'not_read', 'none')
                 when coalesce(n.v.failed, n.v.unrepairable, n.v.rows, n.v.pages) is null and y.not_supported then 'not_supported'
                 else 'unreadable' end as code
     from card_list(as_of) c
@@ -50,6 +62,7 @@ judged as (
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity
+    left join found_by(as_of, 'remap_failed') h on h.node = c.node and h.entity = c.entity
     where c.gpu_uuid is not null
 )
 select node, entity,
@@ -71,10 +84,11 @@ select node, entity,
             when 'no_samples' then 'no samples'
             when 'not_supported' then 'this card repairs no memory, or does not say so'
             when 'unreadable' then 'the repairs cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'the card does not answer' end as reason,
        json_object('action', case when code in ('remap_failed', 'memory_unrepairable') then 'drain_rma'
                                   when code = 'pending' then 'reset' end,
                    'remap_failed', v.failed, 'memory_unrepairable', v.unrepairable, 'remap_pending', v.rows,
                    'retired_pages_pending', v.pages, 'channel_repair_pending', v.channel,
-                   'tpc_repair_pending', v.cluster, 'banks_none', v.none_left, 'driver_state', v.state) as detail
+                   'tpc_repair_pending', v.cluster, 'banks_none', v.none_left, 'driver_state', v.state, 'by', noted(bad, lost)) as detail
 from judged;

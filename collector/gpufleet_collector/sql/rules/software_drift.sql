@@ -79,28 +79,31 @@ ranked as (
            string_agg(format('{} {} where {} of {} nodes have {}', replace(attribute, '_', ' '), value, votes, nodes, usual),
                       '; ' order by attribute) filter (code = 'differs') as words,
            count(distinct attribute) filter (code = 'differs') as differing,
+           list(distinct 'inventory.' || attribute) filter (code = 'differs') as bad, list(distinct 'inventory.' || attribute) as seen,
            max(nodes) as nodes, json_group_object(attribute, value) as said
     from rated group by node
 ),
 judged as (
-    select n.node, h.received_at, r.* exclude (node, code),
+    select n.node, h.received_at, r.* exclude (node, code), unread(f.metrics, r.seen) as lost,
            case when m.node is null then 'no_cards' when h.received_at is null then 'agent_silent'
-                when r.code is null then 'not_told' else r.code end as code
+                when r.code is null then 'not_told' when r.code = 'as_peers' and len(lost) > 0 then 'not_read' else r.code end as code
     from node_list(as_of) n
     left join member m on m.node = n.node
     left join ranked r on r.node = n.node
+    left join found_by(as_of, 'software_drift') f on f.node = n.node and f.entity = 'node:'
     left join heard_at(as_of, '2 minutes') h on h.node = n.node
     where n.hello_at is not null
 )
 select node, 'node:' as entity,
        case when code = 'as_peers' then 'ok' when code = 'differs' then 'warn'
-            when code in ('agent_silent', 'not_told') then 'unknown' else 'n/a' end as verdict,
+            when code in ('agent_silent', 'not_told', 'not_read') then 'unknown' else 'n/a' end as verdict,
        code, differing::double as observed, 0::double as expected, 'count' as unit, received_at as evidence_at,
        case code when 'as_peers' then format('as its {} peers', nodes - 1) when 'differs' then words
             when 'update_in_progress' then 'many of its peers changed in the last day: an update is under way'
             when 'no_majority' then 'its peers have no version that most of them share'
             when 'few_peers' then format('only {} nodes with such cards', nodes)
-            when 'no_cards' then 'no cards' when 'not_told' then 'its versions are not known'
+            when 'no_cards' then 'no cards' when 'not_told' then 'its versions are not known' when 'not_read' then unread_words(lost)
             else 'nothing heard for two minutes' end as reason,
-       coalesce(said, json_object()) as detail
+       -- a key of NULL is left out
+       json_merge_patch(coalesce(said, json_object()), json_object('by', if(code = 'differs', noted(bad, lost), null))) as detail
 from judged;

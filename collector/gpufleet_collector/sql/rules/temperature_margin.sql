@@ -40,6 +40,7 @@ sample as (
                 then g.temperature_margin_c - coalesce(v.slowdown_margin_c, 0)
                 else v.slowdown_temperature_c - g.temperature_c end as left_c,
            g.temperature_margin_c is not null or g.temperature_c is not null as read,
+           g.temperature_margin_c, g.temperature_c,
            c.margin_c
     from gpu g
     join card c on c.node = g.node and c.gpu_uuid = g.gpu_uuid
@@ -50,21 +51,30 @@ sample as (
 minute as (
     select node, gpu_uuid, count(*) as samples, count(left_c) as told, count(*) filter (read) as read,
            count(*) filter (left_c <= margin_c) as hot, min(left_c) as least_c, avg(left_c) as left_c,
+           count(temperature_margin_c) as margins, count(temperature_c) as temperatures,
            max(ts) as seen_at, max(ts) filter (left_c <= margin_c) as hot_at, max_by(state, ts) as state
     from sample group by node, gpu_uuid
 ),
 judged as (
     select c.*, m.* exclude (node, gpu_uuid),
+           unread(h.metrics, [if(m.margins > 0, 'gpu.temperature_margin_c', null),
+                              if(m.temperatures > 0, 'gpu.temperature_c', null),
+                              if(g.slowdown_margin_c is not null, 'gpu_health.slowdown_margin_c', null),
+                              if(g.slowdown_temperature_c is not null, 'gpu_health.slowdown_temperature_c', null)]) as lost,
+           if(m.margins > 0, ['gpu.temperature_margin_c', if(g.slowdown_margin_c is not null, 'gpu_health.slowdown_margin_c', null)],
+              ['gpu.temperature_c', 'gpu_health.slowdown_temperature_c']) as bad,
            case when m.samples is null                                    then 'no_samples'
                 when m.state in ('lost', 'hung')                          then m.state
                 when m.told = 0 and m.read > 0 and g.ts is null and p.interval_s is not null then 'no_limits'
                 when m.told = 0 and m.read > 0                            then 'not_supported'
                 when m.told = 0                                           then if(y.reason = 'not_supported', 'not_supported', 'unreadable')
                 when m.hot >= c.hot_share * m.told                        then 'close'
+                when len(lost) > 0                                        then 'not_read'
                 else 'apart' end as code
     from card c
     left join minute m on m.node = c.node and m.gpu_uuid = c.gpu_uuid
     left join given g on g.node = c.node and g.gpu_uuid = c.gpu_uuid
+    left join found_by(as_of, 'temperature_margin') h on h.node = c.node and h.entity = c.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join (select node, entity, max_by(reason, since) as reason from capability
@@ -82,6 +92,8 @@ select node, entity,
             when 'no_limits' then 'the limits of the card are not in yet'
             when 'not_supported' then 'this card does not say at which temperature it is slowed down'
             when 'unreadable' then 'the temperature cannot be read'
+            when 'not_read' then unread_words(lost)
             else 'the card does not answer' end as reason,
-       json_object('left_c', left_c, 'least_c', least_c, 'hot_samples', hot, 'samples', samples) as detail
+       json_object('left_c', left_c, 'least_c', least_c, 'hot_samples', hot, 'samples', samples,
+                   'by', noted(bad, lost)) as detail
 from judged;
