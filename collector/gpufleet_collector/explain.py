@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,6 +12,7 @@ import duckdb
 from gpufleet_collector import documents
 from gpufleet_collector.documents import Ambiguous, Document, NotFound, Row, age_s, iso, rows
 from gpufleet_collector.findings import Policy
+from gpufleet_collector.judge import SHARED, shared
 from gpufleet_collector.sandbox import plain, watch
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def explain(
     scope = _scope(read, now, kind, name, headers)
     known = {str(row["rule"]): row for row in rows(read, "SELECT * FROM rule ORDER BY rule")}
     wanted = [rule for rule in known if scope.rules is None or rule in scope.rules]
+    if len(wanted) > 1:
+        _share(read, now)
     where = documents.places(read, now, _nodes(read, now, scope))
     items = [_rule(read, now, known[rule], headers.get(rule, {}), scope, where) for rule in wanted]
     if scope.rules is None:
@@ -64,6 +68,13 @@ def explain(
             if item["verdicts"] or item["findings"] or item["problem"] not in (None, _NO_COLUMNS)
         ]
     return documents.document("Explanation", now, items, subject=subject)
+
+
+def _share(read: duckdb.DuckDBPyConnection, now: datetime) -> None:
+    """Work out once on this cursor what rules share; without it each works it out itself."""
+    with suppress(duckdb.Error), watch(read, RULE_SECONDS, None):
+        for query in shared(SHARED, now):
+            read.execute(query)
 
 
 _NO_COLUMNS = "it cannot run: no agent has sent the columns it reads"

@@ -23,9 +23,15 @@ MAX_SECONDS = 20.0
 SINCE_S = 7 * 86400.0
 MIN_SAMPLES = 50
 """Fewer say nothing of the thousandth part."""
+ENOUGH_S = 0.95 * 86400
+"""A shorter history has not seen night and day, or an idle fleet and a busy one."""
+ENOUGH_SAMPLES = 1000
+"""Of fewer the thousandth part is the one that lies furthest out."""
+ENOUGH_ENTITIES = 8
+"""Fewer are one host."""
 
-Samples = Sequence[tuple[str, str, str, float, float | None]]
-"""node, entity, verdict, observed, expected."""
+Samples = Sequence[tuple[str, str, str, float, float | None, datetime | None]]
+"""node, entity, verdict, observed, expected, evidence_at."""
 
 
 def limits(
@@ -87,7 +93,9 @@ def suggest(
     for name, value in sorted(named.items()):
         series = _series(name, value, samples)
         if series is not None:
-            items.append(_suggestion(name, value, series, samples, policies[rule].need.k))
+            item = _suggestion(name, value, series, samples, policies[rule].need.k)
+            item["caution"] = None if item["suggested"] is None else _caution(well, (now - begin) / MOMENTS)
+            items.append(item)
     note = problem or _note(well, items)
     return document(
         "LimitSuggestion", now, items,
@@ -125,7 +133,9 @@ def _samples(
     read: duckdb.DuckDBPyConnection, now: datetime, rule: Rule, begin: datetime
 ) -> tuple[Samples, str | None, str, int]:
     """What the rule measured at moments spread over the time, without entities in trouble of another kind."""
-    found: dict[tuple[str, str, str | None, object], tuple[str, str, str, float, float | None]] = {}
+    found: dict[
+        tuple[str, str, str | None, object], tuple[str, str, str, float, float | None, datetime | None]
+    ] = {}
     units: Counter[str | None] = Counter()
     ends, asked = time.monotonic() + MAX_SECONDS, 0
 
@@ -160,7 +170,14 @@ def _samples(
         asked += 1
         for node, entity, verdict, observed, expected, unit, evidence_at in said:
             units[unit] += 1
-            found[(node, entity, unit, evidence_at)] = (node, entity, verdict, observed, expected)
+            found[(node, entity, unit, evidence_at)] = (
+                node,
+                entity,
+                verdict,
+                observed,
+                expected,
+                evidence_at,
+            )
     return *alike(), "", asked
 
 
@@ -201,6 +218,22 @@ def _suggestion(name: str, value: float, series: tuple[str, list[float]], sample
         else _passing(values, samples, suggested, low_is_bad, k),
         "k": k,
     }  # fmt: skip
+
+
+def _caution(well: Samples, step: timedelta) -> str | None:
+    """What a suggestion has too little of to be trusted; None = it has enough. `step`: between two moments."""
+    times = [one[5] for one in well if one[5] is not None]
+    span = max(times) - min(times) + step if times else timedelta(0)
+    entities = len({one[:2] for one in well})
+    short = []
+    if span.total_seconds() < ENOUGH_S:
+        minutes = span.total_seconds() / 60
+        short.append(f"{minutes:.0f} min of history" if minutes < 120 else f"{minutes / 60:.0f} h of history")
+    if entities < ENOUGH_ENTITIES:
+        short.append(f"{entities} entities")
+    if len(well) < ENOUGH_SAMPLES:
+        short.append(f"{len(well)} samples")
+    return f"made of only {', '.join(short)}" if short else None
 
 
 def _passing(values: Sequence[float], samples: Samples, limit: float, low_is_bad: bool, k: int) -> int:

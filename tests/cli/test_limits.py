@@ -158,7 +158,12 @@ def test_suggest_fits_what_well_entities_show(run: Run) -> None:
     assert item["healthy"]["p50"] <= 62
     assert 66 <= item["suggested"] < 70
     assert item["entities_over_now"] == item["entities_over_suggested"] == 1, "the one that got hot"
-    assert "SUGGESTED" in run("limits", "suggest", "hot", "--since", "1h").output
+    assert (
+        item["caution"] == f"made of only 10 min of history, 2 entities, {item['healthy']['samples']} samples"
+    )
+    shown = run("limits", "suggest", "hot", "--since", "1h").output
+    assert "SUGGESTED" in shown
+    assert item["caution"] in " ".join(shown.split())
     assert run("limits", "suggest").exit_code == 2
     assert json.loads(run("limits", "suggest", "cold", "-o", "json").output)["note"].startswith(
         "it cannot run"

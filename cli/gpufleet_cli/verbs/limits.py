@@ -99,13 +99,14 @@ def _suggested(document: Json, settings: Settings) -> str:
         [
             str(item.get("name")), number(item.get("value")), number(item.get("entities_over_now")),
             number(item.get("suggested")), number(item.get("entities_over_suggested")),
-            str(item.get("bad_is")),
+            str(item.get("bad_is")), str(item.get("caution") or ""),
         ]
         for item in render.items(document, "items")
     ]  # fmt: skip
     columns = [
         Column("LIMIT"), Column("NOW", right=True), Column("ENTITIES OVER", right=True),
         Column("SUGGESTED", right=True), Column("ENTITIES OVER", right=True), Column("BAD IS"),
+        Column("CAUTION", fold=True),
     ]  # fmt: skip
     if rows:
         lines += ["", *render.table(columns, rows, limit, "  ")]

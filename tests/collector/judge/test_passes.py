@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpufleet_collector import explain
 from gpufleet_collector import judge as judging
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import SHARED, Judge, phases, shared
@@ -60,6 +61,31 @@ def test_rules_say_the_same_with_and_without_what_is_shared(
     for rule, (without, given) in seen.items():
         assert without == given, rule
     assert {row[3] for row in seen["gpu_missing"][1]} >= {"lost_at_run_time", "refused_by_driver", "present"}
+
+
+def test_explain_shares_what_the_judge_shares_and_says_the_same(
+    store: Store, fleet: "Fleet", judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = fleet.add("gpu-001").cards
+    fleet.add("gpu-002")
+    fleet.run(60)
+    cards[1].state, cards[2].listed = "lost", False
+    fleet.run(60, judge, every=10)
+    headers = {rule: explain.header(policy) for rule, policy in judge.policies.items()}
+    made = "SELECT table_name FROM duckdb_tables() WHERE temporary AND table_name LIKE '%\\_now' ESCAPE '\\'"
+
+    def said() -> tuple[dict[str, object], set[str]]:
+        with store.reader(LIVE) as read:
+            document = explain.explain(read, fleet.at, "gpu-001", headers)
+            return document, {row[0] for row in read.execute(made).fetchall()}
+
+    sharing, tables = said()
+    assert tables == {f"{name}_now" for name in SHARED}
+    monkeypatch.setattr(explain, "shared", lambda names, as_of: iter(()))
+    plain, tables = said()
+    assert tables == set()
+    assert sharing == plain
+    assert "gpu_missing" in str(sharing["items"])
 
 
 def test_rules_go_on_where_nothing_can_be_shared(

@@ -116,7 +116,14 @@ def test_a_version_that_is_not_told_any_more_is_not_mended(fleet: "Fleet", judge
     name = crowd(fleet)[2]
     for vbios in ("96.00.61.00.01", ""):
         for card in fleet.nodes[name].cards:
-            tell(fleet, name, card.entity, at=fleet.at - timedelta(days=2), vbios=vbios, inforom="G520.0200.00.05")
+            tell(
+                fleet,
+                name,
+                card.entity,
+                at=fleet.at - timedelta(days=2),
+                vbios=vbios,
+                inforom="G520.0200.00.05",
+            )
         for _ in range(3):
             fleet.at += timedelta(minutes=5)
             fleet.run(10, judge, every=5)

@@ -138,13 +138,13 @@ create or replace macro findings_at(as_of) as table
       and f.fired_at <= as_of and (f.resolved_at is null or f.resolved_at > as_of)
       and f.state <> 'pending';
 
--- What the open findings of a rule rest on: the metrics ('probe.metric') that its detail names in `by`, without those that
+-- What open findings rest on: the metrics ('probe.metric') that its detail names in `by`, without those that
 -- the entity has lost for good. While one of them is not read, whatever else is well proves nothing against it.
-create or replace macro found_by(as_of, of_rule) as table
+create or replace macro found_by(as_of) as table
 with open as (
-    select node, entity, 'pci:' || json_extract_string(detail, '$.pci') as device,
+    select rule, node, entity, 'pci:' || json_extract_string(detail, '$.pci') as device,
            unnest(json_extract_string(detail, '$.by[*]')) as metric
-    from finding where rule = of_rule and state <> 'resolved' and began_at <= as_of
+    from finding where state <> 'resolved' and began_at <= as_of
 ),
 lost as (
     select c.node, c.entity, c.probe || '.' || c.metric as metric
@@ -153,10 +153,11 @@ lost as (
     group by c.node, c.entity, c.probe, c.metric
     having max_by(c.reason, c.since) = 'not_supported'
 )
-select o.node, o.entity, list(o.metric order by o.metric) as metrics
+select o.rule, o.node, o.entity, list(o.metric order by o.metric) as metrics
 from open o
-where not exists (from lost l where l.node = o.node and l.metric = o.metric and l.entity in (o.entity, o.device))
-group by o.node, o.entity;
+left join lost l on l.node = o.node and l.metric = o.metric and (l.entity = o.entity or l.entity = o.device)
+where l.node is null
+group by o.rule, o.node, o.entity;
 
 -- Those of `metrics` that are not in `seen`; none where there is no finding.
 create or replace macro unread(metrics, seen) as

@@ -50,7 +50,7 @@ judged as (
     left join newest s on s.node = n.node
     left join (select node, max(interval_s) as interval_s from probe where probe = 'host' group by node) p on p.node = n.node
     left join why_null y on y.node = n.node
-    left join found_by(as_of, 'clock_unsynchronised') h on h.node = n.node and h.entity = 'node:'
+    left join found_by(as_of) h on h.rule = 'clock_unsynchronised' and h.node = n.node and h.entity = 'node:'
     where n.hello_at is not null
 )
 select node, 'node:' as entity,

@@ -56,7 +56,7 @@ judged as (
     left join told f on f.node = d.node and f.entity = d.entity
     left join told h on h.node = d.node and h.entity = d.entity and h.code = 'uncorrectable' and h.state <> 'pending'
                     and h.ts > as_of - interval 1 day and h.boot_id = d.boot_id and d.ue_total >= h.total
-    left join found_by(as_of, 'dimm_errors') b on b.node = d.node and b.entity = d.entity
+    left join found_by(as_of) b on b.rule = 'dimm_errors' and b.node = d.node and b.entity = d.entity
     left join every p on p.node = d.node
     -- a large fleet has tens of thousands of modules: the sound ones are one row, that of their node
     where (d.ue > 0 or d.ce > 0 or coalesce(d.ue, d.ce) is null or f.entity is not null)

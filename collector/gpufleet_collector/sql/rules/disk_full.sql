@@ -52,7 +52,7 @@ used as (
                and row_number() over (partition by t.network, t.source order by t.b.ts is null, t.node) > 1 as elsewhere
     from thing t
     join limits_disk_full l on l.node = t.node and l.model = ''
-    left join found_by(as_of, 'disk_full') h on h.node = t.node and h.entity = t.entity
+    left join found_by(as_of) h on h.rule = 'disk_full' and h.node = t.node and h.entity = t.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'mount' group by node) p on p.node = t.node
 ),
 judged as (

@@ -67,7 +67,7 @@ step as (
               1000 * (t.b.took_s - t.z.took_s) / (t.b.ops - t.z.ops), null) as before_ms
     from thing t
     join limits_disk_slow l on l.node = t.node and l.model = ''
-    left join found_by(as_of, 'disk_slow') h on h.node = t.node and h.entity = t.entity
+    left join found_by(as_of) h on h.rule = 'disk_slow' and h.node = t.node and h.entity = t.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'disk' group by node) p on p.node = t.node
 ),
 judged as (

@@ -92,7 +92,7 @@ joined as (
     left join grown g on g.node = c.node and g.gpu_uuid = c.gpu_uuid and g.boot_id = n.v.boot_id
                      and g.driver_epoch is not distinct from n.v.epoch
     left join held h on h.node = c.node and h.entity = c.entity
-    left join found_by(as_of, 'ecc_uncorrectable') f on f.node = c.node and f.entity = c.entity
+    left join found_by(as_of) f on f.rule = 'ecc_uncorrectable' and f.node = c.node and f.entity = c.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity

@@ -67,7 +67,7 @@ joined as (
            coalesce(t.seen_at >= as_of - to_seconds(fresh_s(p.interval_s)), false) as fresh
     from thing t
     join limits_mount_hung l on l.node = t.node and l.model = ''
-    left join found_by(as_of, 'mount_hung') h on h.node = t.node and h.entity = t.entity
+    left join found_by(as_of) h on h.rule = 'mount_hung' and h.node = t.node and h.entity = t.entity
     left join server v on v.node = t.node and v.boot_id = t.boot_id and t.fstype in ('nfs', 'nfs4')
           and v.server in (trim(regexp_extract(t.source, '^(.+?):/', 1), '[]'), t.address)
     left join was w on w.node = t.node and w.entity = t.entity and w.source = t.source

@@ -88,7 +88,7 @@ joined as (
     left join (select node, max(interval_s) as interval_s from probe where probe = 'nvlink' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity
-    left join found_by(as_of, 'nvlink_errors') h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of) h on h.rule = 'nvlink_errors' and h.node = c.node and h.entity = c.entity
     where c.gpu_uuid is not null
 ),
 judged as (

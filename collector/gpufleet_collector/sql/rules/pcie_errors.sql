@@ -178,7 +178,7 @@ judged as (
     left join trouble t on t.node = w.node and t.entity = w.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'pci' group by node) p on p.node = w.node
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) q on q.node = w.node
-    left join found_by(as_of, 'pcie_errors') h on h.node = w.node and h.entity = w.entity
+    left join found_by(as_of) h on h.rule = 'pcie_errors' and h.node = w.node and h.entity = w.entity
     left join why_null y on y.node = w.node and y.entity = 'pci:' || w.pci
     left join why_null z on z.node = w.node and z.entity = 'gpu:' || w.gpu_uuid
 )

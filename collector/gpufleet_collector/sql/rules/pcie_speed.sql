@@ -103,7 +103,7 @@ cards as (
     left join bus b on b.node = c.node and b.gpu_uuid = c.gpu_uuid
     left join minute m on m.node = c.node and m.gpu_uuid = c.gpu_uuid
     left join why_null y on y.node = c.node and y.entity = c.entity
-    left join found_by(as_of, 'pcie_speed') h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of) h on h.rule = 'pcie_speed' and h.node = c.node and h.entity = c.entity
 ),
 others as (
     select d.node, 'pci:' || d.pci as entity, d.pci, d.v, d.ts, l.crit_steps,

@@ -88,7 +88,7 @@ joined as (
     left join best_shown(as_of, 'pci', 'pcie_width_best') o on o.node = w.node and o.entity = 'pci:' || w.pci
     left join best_shown(as_of, 'pci', 'path_width_best') s on s.node = w.node and s.entity = 'pci:' || w.pci
     left join why_null y on y.node = w.node and y.entity = w.entity
-    left join found_by(as_of, 'pcie_width') h on h.node = w.node and h.entity = w.entity
+    left join found_by(as_of) h on h.rule = 'pcie_width' and h.node = w.node and h.entity = w.entity
     left join why_null z on z.node = w.node and z.entity = 'pci:' || w.pci
     left join (select node, max(interval_s) as interval_s from probe where probe = 'pci' group by node) p on p.node = w.node
 ),

@@ -93,7 +93,7 @@ judged as (
     from port_ p
     left join grown g on g.node = p.node and g.entity = p.entity
     left join worst w on w.node = p.node and w.entity = p.entity
-    left join found_by(as_of, 'port_errors') h on h.node = p.node and h.entity = p.entity
+    left join found_by(as_of) h on h.rule = 'port_errors' and h.node = p.node and h.entity = p.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'port' group by node) i on i.node = p.node
     left join (select node, entity, bool_and(reason = 'not_supported') as not_supported
                from (select node, entity, metric, max_by(reason, since) as reason from capability

@@ -57,7 +57,7 @@ joined as (
     left join given g using (node, gpu_uuid)
     left join custom u on u.model = c.model
     left join crowd w on w.model = c.model
-    left join found_by(as_of, 'power_limit') h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of) h on h.rule = 'power_limit' and h.node = c.node and h.entity = c.entity
     left join (select node, entity, max_by(reason, since) as reason from capability
                where probe = 'gpu' and metric = 'power_limit_w' and since <= as_of group by node, entity) y
            on y.node = c.node and y.entity = c.entity

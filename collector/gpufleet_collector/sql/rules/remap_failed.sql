@@ -62,7 +62,7 @@ judged as (
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join why_null y on y.node = c.node and y.entity = c.entity
-    left join found_by(as_of, 'remap_failed') h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of) h on h.rule = 'remap_failed' and h.node = c.node and h.entity = c.entity
     where c.gpu_uuid is not null
 )
 select node, entity,

@@ -90,7 +90,7 @@ judged as (
     from node_list(as_of) n
     left join member m on m.node = n.node
     left join ranked r on r.node = n.node
-    left join found_by(as_of, 'software_drift') f on f.node = n.node and f.entity = 'node:'
+    left join found_by(as_of) f on f.rule = 'software_drift' and f.node = n.node and f.entity = 'node:'
     left join heard_at(as_of, '2 minutes') h on h.node = n.node
     where n.hello_at is not null
 )

@@ -74,7 +74,7 @@ judged as (
     from card c
     left join minute m on m.node = c.node and m.gpu_uuid = c.gpu_uuid
     left join given g on g.node = c.node and g.gpu_uuid = c.gpu_uuid
-    left join found_by(as_of, 'temperature_margin') h on h.node = c.node and h.entity = c.entity
+    left join found_by(as_of) h on h.rule = 'temperature_margin' and h.node = c.node and h.entity = c.entity
     left join (select node, max(interval_s) as interval_s from probe where probe = 'gpu_health' group by node) p
            on p.node = c.node
     left join (select node, entity, max_by(reason, since) as reason from capability
