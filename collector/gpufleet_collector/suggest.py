@@ -221,7 +221,7 @@ def _suggestion(name: str, value: float, series: tuple[str, list[float]], sample
 
 
 def _caution(well: Samples, step: timedelta) -> str | None:
-    """What a suggestion has too little of to be trusted; None = it has enough. `step`: between two moments."""
+    """What a suggestion has too little of; None = it has enough. `step`: between two moments."""
     times = [one[5] for one in well if one[5] is not None]
     span = max(times) - min(times) + step if times else timedelta(0)
     entities = len({one[:2] for one in well})

@@ -1,6 +1,7 @@
 """`fleet limits suggest`: what is measured in several units is not one spread."""
 
 from datetime import datetime, timedelta
+from typing import cast
 
 import pytest
 
@@ -49,7 +50,8 @@ runbook = "weak"
 most = { value = 90, source = "made up" }
 */
 create or replace macro find_weak(as_of) as table
-select 'gpu-001' as node, 'gpu:' || card as entity, 'ok' as verdict, 'read' as code, (50 + card)::double as observed,
+select 'gpu-001' as node, 'gpu:' || card as entity, 'ok' as verdict, 'read' as code,
+       (50 + card)::double as observed,
        90::double as expected, '%' as unit, as_of as evidence_at, '' as reason, '{}' as detail
 from range(CARDS) cards(card)
 where exists (from event where ts <= as_of and node = 'gpu-001')
@@ -73,8 +75,8 @@ def test_a_suggestion_of_little_says_so(cards: int, history: timedelta, caution:
     since = now - history
     with store.transaction() as write:
         write.execute(
-            "INSERT INTO live.event (ts, received_at, node, boot_id, entity, kind, code, count, message, detail) "
-            "VALUES ($1, $1, 'gpu-001', 'b', 'node:', 'boot', '', 1, '', '{}')",
+            "INSERT INTO live.event (ts, received_at, node, boot_id, entity, kind, code, count, message, "
+            "detail) VALUES ($1, $1, 'gpu-001', 'b', 'node:', 'boot', '', 1, '', '{}')",
             [since],
         )
         write.execute(
@@ -87,6 +89,6 @@ def test_a_suggestion_of_little_says_so(cards: int, history: timedelta, caution:
             read, now, {"weak": rule}, judge.policies, "weak", 7 * 86400, {*store.tables, "event"}
         )
     store.close()
-    (item,) = found["items"]  # type: ignore[misc]
+    (item,) = cast(list[dict[str, object]], found["items"])
     assert item["suggested"] is not None
     assert item["caution"] == caution
