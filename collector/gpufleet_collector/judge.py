@@ -117,6 +117,7 @@ class Judge:
         self._closed = people.Closed(0, {}, {})
         self._ended: dict[tuple[str, str, str], tuple[datetime, ...]] = {}
         self._pairs: object = None
+        self._compiled: set[tuple[str, str]] | None = None
         self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
@@ -144,7 +145,7 @@ class Judge:
         self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
         views.create(self._store)
         self._store.checkpoint()  # no replay of a log has to make them again
-        self._pairs = None
+        self._pairs = self._compiled = None
 
     def compile(self, as_of: datetime) -> None:
         """Write table `limits` again when a node or card model came or went."""
@@ -157,14 +158,17 @@ class Judge:
             ).fetchone()
             if mark == self._pairs:
                 return
-            pairs = read.execute(
-                "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
-                "UNION SELECT node, '' FROM node_list($at)",
-                {"at": as_of},
-            ).fetchall()
-        with self._store.transaction() as write:
-            compile_limits(write, self._rules, self._settings, pairs)
-        self._pairs = mark
+            pairs = set(
+                read.execute(
+                    "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+                    "UNION SELECT node, '' FROM node_list($at)",
+                    {"at": as_of},
+                ).fetchall()
+            )
+        if pairs != self._compiled:  # mostly it is a port or an attribute that changed
+            with self._store.transaction() as write:
+                compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs, self._compiled = mark, pairs
 
     def run_pass(self, as_of: datetime) -> PassReport:
         """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
@@ -312,9 +316,9 @@ class Judge:
         # one statement: a table of all that is said, to be asked for counts and rows, costs a fifth more
         rows = read.execute(
             f"WITH said AS MATERIALIZED (FROM find_{rule.name}(TIMESTAMP '{as_of.isoformat(' ')}')) "
-            "SELECT coalesce(verdict, 'NULL'), count(*), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL "
-            "FROM said GROUP BY 1 UNION ALL SELECT verdict, NULL, node, entity, code, observed, expected, unit, "
-            f"evidence_at, coalesce(reason, code), detail::VARCHAR FROM said WHERE {wanted}",
+            f"SELECT coalesce(verdict, 'NULL'), count(*){', NULL' * 9} FROM said GROUP BY 1 UNION ALL "
+            "SELECT verdict, NULL, node, entity, code, observed, expected, unit, evidence_at, "
+            f"coalesce(reason, code), detail::VARCHAR FROM said WHERE {wanted}",
             given,
         ).fetchall()
         counts = {verdict: count for verdict, count, *_ in rows if count is not None}
