@@ -11,7 +11,7 @@ import pytest
 from gpufleet_collector import judge as judging
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import SHARED, Judge, phases, shared
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeSettings, compile_limits
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Store
 
@@ -82,11 +82,10 @@ def test_limits_are_compiled_anew_only_for_other_nodes_or_models(
     store: Store, fleet: "Fleet", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[set[tuple[str, str]]] = []
-    real = judging.compile_limits
 
     def spy(write: Any, rules: Any, settings: Any, pairs: set[tuple[str, str]]) -> None:
         compiled.append(pairs)
-        real(write, rules, settings, pairs)
+        compile_limits(write, rules, settings, pairs)
 
     monkeypatch.setattr(judging, "compile_limits", spy)
     fleet.add("gpu-001")
