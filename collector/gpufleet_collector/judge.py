@@ -117,6 +117,7 @@ class Judge:
         self._closed = people.Closed(0, {}, {})
         self._ended: dict[tuple[str, str, str], tuple[datetime, ...]] = {}
         self._pairs: object = None
+        self._compiled: set[tuple[str, str]] | None = None
         self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
@@ -144,7 +145,7 @@ class Judge:
         self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
         views.create(self._store)
         self._store.checkpoint()  # no replay of a log has to make them again
-        self._pairs = None
+        self._pairs = self._compiled = None
 
     def compile(self, as_of: datetime) -> None:
         """Write table `limits` again when a node or card model came or went."""
@@ -157,14 +158,17 @@ class Judge:
             ).fetchone()
             if mark == self._pairs:
                 return
-            pairs = read.execute(
-                "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
-                "UNION SELECT node, '' FROM node_list($at)",
-                {"at": as_of},
-            ).fetchall()
-        with self._store.transaction() as write:
-            compile_limits(write, self._rules, self._settings, pairs)
-        self._pairs = mark
+            pairs = set(
+                read.execute(
+                    "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+                    "UNION SELECT node, '' FROM node_list($at)",
+                    {"at": as_of},
+                ).fetchall()
+            )
+        if pairs != self._compiled:  # mostly it is a port or an attribute that changed
+            with self._store.transaction() as write:
+                compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs, self._compiled = mark, pairs
 
     def run_pass(self, as_of: datetime) -> PassReport:
         """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
@@ -304,34 +308,29 @@ class Judge:
     def _verdicts(
         self, read: duckdb.DuckDBPyConnection, rule: Rule, as_of: datetime
     ) -> tuple[dict[str, int], Sequence[Verdict], frozenset[tuple[str, str]]]:
-        tracked = [finding for finding in self._tracked.values() if finding.rule == rule.name]
-        given = [[finding.node for finding in tracked], [finding.entity for finding in tracked]]
-        at = as_of.isoformat(" ")
-        read.execute(f"CREATE OR REPLACE TEMP TABLE said AS SELECT * FROM find_{rule.name}(TIMESTAMP '{at}')")
-        counts = dict(
-            read.execute("SELECT coalesce(verdict, 'NULL'), count(*) FROM said GROUP BY 1").fetchall()
-        )
-        if not tracked and not counts.keys() & BAD:
-            return counts, (), frozenset()
-        # an agent may leave out any cell: words made of it are NULL then, and an entity is none
+        tracked = {(one.node, one.entity) for one in self._tracked.values() if one.rule == rule.name}
+        wanted, given = "verdict IN ('warn', 'crit')", []
+        if tracked:
+            wanted += " OR (node, entity) IN (SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))"
+            given = [list(column) for column in zip(*tracked, strict=True)]
+        # one statement: it costs less than a table of all that is said, which is asked for counts and rows
         rows = read.execute(
-            "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, "
-            "coalesce(reason, code), detail::VARCHAR FROM said "
-            "WHERE node IS NOT NULL AND entity IS NOT NULL AND code IS NOT NULL "
-            "AND (verdict IN ('warn', 'crit') OR verdict = 'ok' AND (node, entity) IN "
-            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))) ORDER BY node, entity",
+            f"WITH said AS MATERIALIZED (FROM find_{rule.name}(TIMESTAMP '{as_of.isoformat(' ')}')) "
+            f"SELECT coalesce(verdict, 'NULL'), count(*){', NULL' * 9} FROM said GROUP BY 1 UNION ALL "
+            "SELECT verdict, NULL, node, entity, code, observed, expected, unit, evidence_at, "
+            f"coalesce(reason, code), detail::VARCHAR FROM said WHERE {wanted}",
             given,
         ).fetchall()
-        named = (
-            tracked
-            and read.execute(
-                "SELECT node, entity FROM said WHERE (node, entity) IN "
-                "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
-                given,
-            ).fetchall()
-        )
-        gone = frozenset((finding.node, finding.entity) for finding in tracked) - frozenset(named)
-        return counts, [Verdict(*row) for row in rows], gone
+        counts = {verdict: count for verdict, count, *_ in rows if count is not None}
+        named = {(node, entity) for _, count, node, entity, *_ in rows if count is None}
+        verdicts = [
+            Verdict(node, entity, verdict, code, *rest)
+            for verdict, count, node, entity, code, *rest in rows
+            # an agent may leave out any cell: words made of it are NULL then, and an entity is none
+            if count is None and verdict in ("ok", *BAD) and None not in (node, entity, code)
+        ]
+        verdicts.sort(key=lambda one: (one.node, one.entity))
+        return counts, verdicts, frozenset(tracked - named)
 
     def _boots(
         self, read: duckdb.DuckDBPyConnection, answers: Sequence[_Answer], as_of: datetime

@@ -4,14 +4,14 @@ import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gpufleet_collector import judge as judging
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import SHARED, Judge, phases, shared
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeSettings, compile_limits
 from gpufleet_collector.rules import load_rules
 from gpufleet_collector.store import LIVE, Store
 
@@ -76,6 +76,35 @@ def test_rules_go_on_where_nothing_can_be_shared(
     (report,) = fleet.run(5, judge)
     assert [run.status for run in report.runs] == ["ok", "ok"]
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+
+
+def test_limits_are_compiled_anew_only_for_other_nodes_or_models(
+    store: Store, fleet: "Fleet", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[set[tuple[str, str]]] = []
+
+    def spy(write: Any, rules: Any, settings: Any, pairs: set[tuple[str, str]]) -> None:
+        compiled.append(pairs)
+        compile_limits(write, rules, settings, pairs)
+
+    monkeypatch.setattr(judging, "compile_limits", spy)
+    fleet.add("gpu-001")
+    judge = Judge(store, JudgeSettings())
+    fleet.run(5, judge)
+    with store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.inventory BY NAME SELECT * REPLACE ('port:new' AS entity, 'port' AS kind, "
+            "NULL AS uuid, valid_from + INTERVAL 1 SECOND AS valid_from) FROM live.inventory "
+            "WHERE kind = 'gpu' LIMIT 1"
+        )
+    fleet.run(5, judge)
+    assert len(compiled) == 1, "a port changes no limit"
+    fleet.add("gpu-002")
+    fleet.run(5, judge)
+    assert {node for node, _ in compiled[-1]} == {"gpu-001", "gpu-002"}
+    judge._version = -1  # as after the store was opened again, perhaps empty
+    fleet.run(5, judge)
+    assert compiled[-1] == compiled[-2]
 
 
 def _due(rule: str, phase: timedelta, at_s: float) -> bool:

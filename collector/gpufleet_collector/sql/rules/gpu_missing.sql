@@ -2,6 +2,7 @@
 title         = "Card missing"
 scope         = "gpu"
 every         = "5s"
+weight        = 1.5
 for           = "2 of 2"
 boot_grace    = "2m"
 covers        = "card"
