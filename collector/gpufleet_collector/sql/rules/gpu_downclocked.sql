@@ -5,6 +5,7 @@ every         = "5s"
 for           = "3 of 4"
 clear_after   = "5m"
 boot_grace    = "10m"
+each_sample   = true
 runbook       = "gpu_downclocked"
 also          = ["hw_brake"]
 

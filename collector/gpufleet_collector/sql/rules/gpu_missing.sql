@@ -5,6 +5,7 @@ every         = "5s"
 for           = "2 of 2"
 boot_grace    = "2m"
 covers        = "card"
+each_sample   = true
 runbook       = "gpu_missing"
 */
 
