@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 import duckdb
 
 from gpufleet_collector import baselines, findings, inventory, people, views
-from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
+from gpufleet_collector.findings import BAD, Evidence, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
 from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, reads, seconds
@@ -486,13 +486,18 @@ class Judge:
         return changes
 
     def _is_open(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
-        """Whether it is new bad evidence of what has not fired: there each sample before it matters."""
+        """Whether it is new evidence, and fires with one more like it: the sample before it matters."""
         if verdict.verdict not in BAD or verdict.evidence_at is None:
             return False
         finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
-        if finding is not None:
-            return finding.state == "pending" and verdict.evidence_at > finding.last_evidence_at
-        return self._is_news(policy, verdict) and not self._is_excused(policy, verdict, booted)
+        if finding is None:
+            if self._is_excused(policy, verdict, booted) or not self._is_news(policy, verdict):
+                return False
+        elif finding.state != "pending" or verdict.evidence_at <= finding.last_evidence_at:
+            return False
+        said = Evidence(verdict.evidence_at, verdict.verdict, verdict.code)
+        before = finding.evidence if finding else ()
+        return findings.worst_reached(policy, (said, said, *before)) is not None
 
     def _is_excused(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
         """Whether it does not count, however bad."""
