@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import duckdb
 
 from gpufleet_collector import baselines, findings, inventory, people, views
-from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
+from gpufleet_collector.findings import BAD, Evidence, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
 from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, reads, seconds
@@ -30,6 +30,9 @@ AWAY = timedelta(seconds=30)
 """A longer time without a pass (and three intervals) means that the collector was away: it proves nothing."""
 
 KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
+
+LOOKS_BACK = 2
+"""Intervals that a sample may be on its way and still be counted when a newer one overtook it."""
 
 SHARED = ("expected_at", "card_list", "node_list", "port_list", "port_model", "bench_series")
 """Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
@@ -70,6 +73,7 @@ class _Answer:
 
     run: RuleRun
     verdicts: Sequence[Verdict]
+    """Those of older samples first."""
     gone: frozenset[tuple[str, str]]
     """Entities with a finding that the rule no longer names."""
 
@@ -186,6 +190,7 @@ class Judge:
             self._share(read, due, as_of)
             answers = [self._ask(read, rule, as_of) for rule in due]
             booted = self._boots(read, answers, as_of)
+            answers = [self._with_overtaken(read, answer, booted, as_of) for answer in answers]
         report.warming_up = self.warming_up
         report.runs = [answer.run for answer in answers]
         try:
@@ -311,7 +316,7 @@ class Judge:
         tracked = {(one.node, one.entity) for one in self._tracked.values() if one.rule == rule.name}
         wanted, given = "verdict IN ('warn', 'crit')", []
         if tracked:
-            wanted += " OR (node, entity) IN (SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))"
+            wanted += f" OR {_GIVEN}"
             given = [list(column) for column in zip(*tracked, strict=True)]
         # one statement: it costs less than a table of all that is said, which is asked for counts and rows
         rows = read.execute(
@@ -331,6 +336,45 @@ class Judge:
         ]
         verdicts.sort(key=lambda one: (one.node, one.entity))
         return counts, verdicts, frozenset(tracked - named)
+
+    def _with_overtaken(
+        self,
+        read: duckdb.DuckDBPyConnection,
+        answer: _Answer,
+        booted: Mapping[str, datetime],
+        as_of: datetime,
+    ) -> _Answer:
+        """Put the samples before the newest that were in after the last pass before what the rule said.
+
+        Of two samples that arrive between two passes the rule judges the newer one. So where that is bad and
+        nothing has fired yet, the rule is asked again for an interval ago, with the rows that are here now,
+        and once more if that is still the same sample. What was seen then is known by its time and counts
+        once.
+        """
+        policy = self.policies[answer.run.rule]
+        newest = {
+            (verdict.node, verdict.entity): verdict.evidence_at
+            for verdict in answer.verdicts
+            if policy.each_sample and self._is_open(policy, verdict, booted)
+        }
+        older: list[Verdict] = []
+        began, at = time.perf_counter(), as_of
+        with suppress(duckdb.Error), self._bounded(read):  # without them the newest samples count alone
+            for _ in range(LOOKS_BACK):
+                if not newest:
+                    break
+                at -= timedelta(seconds=policy.every_s)
+                rows = read.execute(
+                    f"SELECT {_CELLS} FROM find_{policy.rule}(TIMESTAMP '{at.isoformat(' ')}') "
+                    f"WHERE {_NAMED} AND {_GIVEN} ORDER BY node, entity",
+                    [[node for node, _ in newest], [entity for _, entity in newest]],
+                ).fetchall()
+                said = [Verdict(*row) for row in rows]
+                older += [one for one in said if one.evidence_at != newest[one.node, one.entity]]
+                same = {(one.node, one.entity) for one in said} - {(one.node, one.entity) for one in older}
+                newest = {key: newest[key] for key in newest if key in same}
+        run = replace(answer.run, seconds=answer.run.seconds + time.perf_counter() - began)
+        return replace(answer, run=run, verdicts=(*older, *answer.verdicts))
 
     def _boots(
         self, read: duckdb.DuckDBPyConnection, answers: Sequence[_Answer], as_of: datetime
@@ -371,7 +415,7 @@ class Judge:
         with self._store.transaction() as write, self._store.reader(LIVE) as read:
             over = self._follow_people(write)
             changes = [change for change in changes if change[0].id not in over]
-            fresh = [finding for finding, _ in changes if finding.id == 0]
+            fresh = list({finding.key: finding for finding, _ in changes if finding.id == 0}.values())
             for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
                 finding.id = number
             self._incidents.take(changes, as_of, read)
@@ -386,8 +430,8 @@ class Judge:
             write.execute("INSERT INTO live.judge_state VALUES (?)", [as_of])
         self._incidents.forget(as_of)
         for finding, change in changes:
-            if change in ("dropped", "resolved"):
-                self._tracked.pop(finding.key, None)
+            if change in ("dropped", "resolved") and self._tracked.get(finding.key) is finding:
+                del self._tracked[finding.key]
             if change == "resolved":
                 self._ended[finding.key] = finding.flaps
         lately = as_of - findings.FLAP_SPAN
@@ -429,7 +473,7 @@ class Judge:
         changes: list[tuple[Finding, str]] = []
         for verdict in answer.verdicts:
             bad = verdict.verdict in BAD
-            if bad and (self._too_early(policy, verdict, booted) or (policy.absence and self.warming_up)):
+            if bad and self._is_excused(policy, verdict, booted):
                 continue
             finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
             if finding is not None:
@@ -442,12 +486,32 @@ class Judge:
                 continue
             if change:
                 changes.append((finding, change))
+            if change == "dropped":  # the next verdict on it may begin anew
+                del self._tracked[finding.key]
         for node, entity in sorted(answer.gone):
             finding = self._tracked[(policy.rule, node, entity)]
             changes.append(
                 (finding, self._end(finding, "no longer judged: not expected and not there", as_of))
             )
         return changes
+
+    def _is_open(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
+        """Whether it is new evidence, and fires with one more like it: the sample before it matters."""
+        if verdict.verdict not in BAD or verdict.evidence_at is None:
+            return False
+        finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
+        if finding is None:
+            if self._is_excused(policy, verdict, booted) or not self._is_news(policy, verdict):
+                return False
+        elif finding.state != "pending" or verdict.evidence_at <= finding.last_evidence_at:
+            return False
+        said = Evidence(verdict.evidence_at, verdict.verdict, verdict.code)
+        before = finding.evidence if finding else ()
+        return findings.worst_reached(policy, (said, said, *before)) is not None
+
+    def _is_excused(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
+        """Whether it does not count, however bad."""
+        return self._too_early(policy, verdict, booted) or (policy.absence and self.warming_up)
 
     def _is_news(self, policy: Policy, verdict: Verdict) -> bool:
         """Whether it is newer than what a person has closed."""
@@ -510,6 +574,18 @@ class Judge:
                     run.seconds if run else None, *counts,
                 ],
             )  # fmt: skip
+
+
+_CELLS = (
+    "node, entity, verdict, code, observed, expected, unit, evidence_at, coalesce(reason, code), "
+    "detail::VARCHAR"
+)
+"""Of a rule's row, as `Verdict` takes them."""
+
+_NAMED = "node IS NOT NULL AND entity IS NOT NULL AND code IS NOT NULL"
+"""An agent may leave out any cell: words made of it are NULL then, and an entity is none."""
+
+_GIVEN = "(node, entity) IN (SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))"
 
 
 def shared(names: Iterable[str], as_of: datetime) -> Iterator[str]:

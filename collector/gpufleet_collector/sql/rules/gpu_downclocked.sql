@@ -6,6 +6,7 @@ weight        = 3
 for           = "3 of 4"
 clear_after   = "5m"
 boot_grace    = "10m"
+each_sample   = true
 runbook       = "gpu_downclocked"
 also          = ["hw_brake"]
 

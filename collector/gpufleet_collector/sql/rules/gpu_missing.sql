@@ -6,6 +6,7 @@ weight        = 1.5
 for           = "2 of 2"
 boot_grace    = "2m"
 covers        = "card"
+each_sample   = true
 runbook       = "gpu_missing"
 */
 
