@@ -7,10 +7,12 @@ fails or takes too long is reported and left out of the pass; the others go on.
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -33,6 +35,9 @@ KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
 
 LOOKS_BACK = 2
 """Intervals that a sample may be on its way and still be counted when a newer one overtook it."""
+
+WORTH_TWO_S = 0.3
+"""Rules that took so long together are asked in two threads; less is not worth sharing things twice."""
 
 SHARED = ("expected_at", "card_list", "node_list", "port_list", "port_model", "bench_series")
 """Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
@@ -125,6 +130,7 @@ class Judge:
         self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
+        self._took: dict[str, float] = {}
         self._warm_until: datetime | None = None
         self._awaited: set[str] = set()
         self._waiting_since: datetime | None = None
@@ -187,12 +193,12 @@ class Judge:
             self._follow_renames(read)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
-            self._share(read, due, as_of)
-            answers = [self._ask(read, rule, as_of) for rule in due]
+            answers = self._ask_all(due, as_of)
             booted = self._boots(read, answers, as_of)
             answers = [self._with_overtaken(read, answer, booted, as_of) for answer in answers]
         report.warming_up = self.warming_up
         report.runs = [answer.run for answer in answers]
+        self._took |= {run.rule: run.seconds for run in report.runs}
         try:
             self._conclude(answers, booted, as_of, report)
         except BaseException:
@@ -269,6 +275,36 @@ class Judge:
         if not self._awaited or as_of >= self._warm_until:
             self._warm_until = self._waiting_since = None
             log.info("judge: warmed up, %d known agents are not back", len(self._awaited))
+
+    def _ask_all(self, due: Sequence[Rule], as_of: datetime) -> list[_Answer]:
+        """Run these rules, in two threads where they take long: the engine runs each in the one that asks."""
+
+        def ask(rules: Sequence[Rule]) -> list[_Answer]:
+            with self._store.reader(LIVE) as read:
+                self._share(read, rules, as_of)
+                return [self._ask(read, rule, as_of) for rule in rules]
+
+        halves = self._halves(due)
+        if len(halves) == 1:
+            return ask(due)
+        with ThreadPoolExecutor(len(halves)) as pool:
+            answers = {answer.run.rule: answer for some in pool.map(ask, halves) for answer in some}
+        return [answers[rule.name] for rule in due]
+
+    def _halves(self, due: Sequence[Rule]) -> list[list[Rule]]:
+        """Two parts that took about as long last time; what works on the series of benches stays together."""
+        took = {rule.name: self._took.get(rule.name, 0.0) for rule in due}
+        if sum(took.values()) < WORTH_TWO_S or len(os.sched_getaffinity(0)) < 2:
+            return [list(due)]
+        alike: dict[str, list[Rule]] = {}
+        for rule in due:
+            alike.setdefault(SHARED[-1] if SHARED[-1] in self._uses[rule.name] else rule.name, []).append(
+                rule
+            )
+        halves: tuple[list[Rule], list[Rule]] = ([], [])
+        for some in sorted(alike.values(), key=lambda those: -sum(took[one.name] for one in those)):
+            min(halves, key=lambda half: sum(took[one.name] for one in half)).extend(some)
+        return [half for half in halves if half]
 
     def _share(self, read: duckdb.DuckDBPyConnection, due: Sequence[Rule], as_of: datetime) -> None:
         """Let `SHARED` macros that two rules or more use read a table of this cursor's own, made once."""

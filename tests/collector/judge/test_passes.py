@@ -1,5 +1,6 @@
 """What a pass shares between its rules, and how rules take turns."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
@@ -13,7 +14,7 @@ from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import SHARED, Judge, phases, shared
 from gpufleet_collector.limits import JudgeSettings, compile_limits
 from gpufleet_collector.rules import load_rules
-from gpufleet_collector.store import LIVE, Store
+from gpufleet_collector.store import LIVE, Store, StoreBroken
 
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Fleet
@@ -76,6 +77,52 @@ def test_rules_go_on_where_nothing_can_be_shared(
     (report,) = fleet.run(5, judge)
     assert [run.status for run in report.runs] == ["ok", "ok"]
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+
+
+def test_two_threads_say_what_one_says(
+    store: Store, fleet: "Fleet", judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = fleet.add("gpu-001").cards
+    fleet.add("gpu-002")
+    fleet.run(60, judge)
+    cards[1].state, cards[2].listed, cards[4].util = "lost", False, None
+    fleet.run(5)
+    due = [rule for rule in load_rules() if not judge.unmade(rule.name)]
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 0.0)
+    halves = judge._halves(due)
+    asked = judge._ask_all(due, fleet.at)
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 1e9)
+    alone = judge._ask_all(due, fleet.at)
+
+    assert len(halves) == min(2, len(os.sched_getaffinity(0)))
+    assert sorted(rule.name for half in halves for rule in half) == sorted(rule.name for rule in due)
+    series = {"bandwidth_regression", "bandwidth_regression_fleet", "bandwidth_regression_host"}
+    assert any(series <= {rule.name for rule in half} for half in halves)
+    assert [one.run.rule for one in asked] == [rule.name for rule in due]
+    assert {one.run.status for one in asked} == {"ok"}
+    assert [(one.run.counts, one.verdicts, one.gone) for one in asked] == [
+        (one.run.counts, one.verdicts, one.gone) for one in alone
+    ]
+    assert any(one.verdicts for one in asked)
+
+
+def test_what_goes_wrong_in_one_thread_ends_the_pass(
+    store: Store, fleet: "Fleet", judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.add("gpu-001")
+    fleet.run(10, judge)
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 0.0)
+    fleet.run(5)
+    with monkeypatch.context() as broken:
+
+        def share(*_: object) -> None:
+            raise StoreBroken("no space left")
+
+        broken.setattr(judge, "_share", share)
+        with pytest.raises(StoreBroken, match="no space left"):
+            judge.run_pass(fleet.at)
+    report = judge.run_pass(fleet.at)
+    assert {run.status for run in report.runs if run.rule == "gpu_missing"} == {"ok"}
 
 
 def test_limits_are_compiled_anew_only_for_other_nodes_or_models(
