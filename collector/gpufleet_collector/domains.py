@@ -85,6 +85,11 @@ class Domains:
         """Every node in it."""
         return self._members.get(domain, frozenset())
 
+    def is_hit(self, domain: Domain, hit: Iterable[str]) -> bool:
+        """Whether so many of its nodes are hit that it is the domain's trouble."""
+        nodes = self.nodes(domain)
+        return len(nodes.intersection(hit)) >= max(LEAST, SHARE * len(nodes))
+
     def fitting(self, hit: Iterable[str], scope: str = "") -> list[tuple[Domain, list[str]]]:
         """The domains that explain why these nodes are hit, each with its nodes; a node is in one at most.
 

@@ -43,6 +43,7 @@ class Policy:
     max_severity: str
     latch: bool
     weight: float
+    each_sample: bool
     absence: bool
     shadow: bool
     enabled: bool
@@ -72,6 +73,7 @@ class Policy:
             max_severity=header.max_severity,
             latch=header.latch,
             weight=header.weight,
+            each_sample=header.each_sample,
             absence=header.absence,
             shadow=header.shadow if changed.shadow is None else changed.shadow,
             enabled=changed.enabled,

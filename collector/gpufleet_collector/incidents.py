@@ -20,7 +20,7 @@ from gpufleet_collector.domains import LEAST, Domain, Domains
 from gpufleet_collector.findings import Finding, Policy
 
 REOPEN = timedelta(minutes=30)
-"""The same cause this soon after clearing is the same incident."""
+"""The same cause this soon after clearing is the same incident; of several parts of a node, each is."""
 
 ABSORB = timedelta(minutes=10)
 """A cause that shows later than its effects takes over incidents this young; so does a fault domain."""
@@ -30,7 +30,7 @@ TOGETHER = timedelta(minutes=2)
 
 LATE = timedelta(minutes=30)
 """A node of a domain in trouble that follows the last one this soon belongs to it; a silent one always. Once
-the trouble has come to rest, a card must fail in the same way."""
+the trouble has come to rest, the domain must still be in it, and a card must fail in the same way."""
 
 SPREAD = {"bandwidth_regression": timedelta(hours=2)}
 """Rules that see one cause over a longer time than `ABSORB`: each host runs its benches when it can."""
@@ -61,8 +61,6 @@ class Incident:
     stored: bool = field(default=False, compare=False)
     members: dict[str, dict[int, Finding]] = field(default_factory=dict, compare=False, repr=False)
     """Its findings that are not resolved, by node and id."""
-    had: set[tuple[str, str, str]] = field(default_factory=set, compare=False, repr=False)
-    """Rule, node and entity of every finding it ever had: each of them may open it again."""
     again_at: datetime | None = field(default=None, compare=False)
     """When it was opened again, as its log has it."""
 
@@ -123,6 +121,8 @@ class Incidents:
         self._holder: dict[int, Incident] = {}
         self._at: dict[str, dict[int, Incident]] = {}
         self._ended: dict[tuple[str, str, str], Incident] = {}
+        self._was: dict[tuple[str, str, str], tuple[Incident, datetime]] = {}
+        """By family, node and entity: in which incident a finding was, and when it was resolved."""
         self._things: dict[tuple[str, str], str] = {}
         self._changed: dict[int, Incident] = {}
         self._log: list[Entry] = []
@@ -144,13 +144,6 @@ class Incidents:
         for number, at in again:
             if number in self._known:
                 self._known[number].again_at = at
-        had = read.execute(
-            "SELECT incident, rule, node, entity FROM live.finding "
-            "WHERE incident IN (SELECT unnest(?::BIGINT[]))",
-            [list(self._known)],
-        ).fetchall()
-        for number, *key in had:
-            self._known[number].had.add(tuple(key))
         for incident in self._known.values():
             if incident.state != "open":
                 self._may_return(incident)
@@ -159,6 +152,16 @@ class Incidents:
             holder = self._known.get(finding.incident or 0)
             if holder is not None:
                 self._add(holder, finding)
+        lately = read.execute(
+            "SELECT rule, node, entity, incident, resolved_at FROM live.finding "
+            "WHERE state = 'resolved' AND resolved_at >= ? AND incident IS NOT NULL ORDER BY resolved_at, id",
+            [as_of - REOPEN],
+        ).fetchall()
+        self._was = {
+            (self._family(rule), node, entity): (self._known[number], at)
+            for rule, node, entity, number, at in lately
+            if number in self._known
+        }
         self._look_up(active, read)
 
     def take(
@@ -198,6 +201,7 @@ class Incidents:
         if incident is None:
             return
         for finding in incident.active:
+            self._was[self._key(finding)] = (incident, at)
             self._holder.pop(finding.id, None)
             self._at.get(finding.node, {}).pop(id(incident), None)
         incident.members.clear()
@@ -233,6 +237,11 @@ class Incidents:
             if one.resolved_at is not None and as_of - one.resolved_at > REOPEN:
                 del self._known[number]
         self._ended = {key: one for key, one in self._ended.items() if one.number in self._known}
+        self._was = {
+            key: (one, at)
+            for key, (one, at) in self._was.items()
+            if as_of - at <= REOPEN and one.number in self._known
+        }
 
     # ---- one node ----
 
@@ -244,11 +253,7 @@ class Incidents:
         elif effects:
             incident = self._merge(effects, as_of)
             self._lead(incident, finding, policy)
-        if incident is None:
-            incident = self._reopened((self._family(finding.rule), finding.node, finding.entity), as_of)
-            if incident is not None:
-                self._lead(incident, finding, policy)
-                self._note(incident, as_of, "reopened", finding.id, finding.reason)
+        incident = incident or self._again(finding, policy, as_of)
         if incident is None:
             incident = Incident(
                 0, finding.rule, finding.node, finding.entity, "open", finding.verdict,
@@ -309,19 +314,37 @@ class Incidents:
         first.cause_rule, first.node, first.entity, first.title = rule, node, entity, title
         return first
 
+    def _again(self, finding: Finding, policy: Policy, as_of: datetime) -> Incident | None:
+        """The incident that this was a cause of until lately, or one that was about it alone."""
+        lead = self._key(finding)
+        incident, at = self._was.get(lead, (None, datetime.min))
+        if incident is not None and incident.node == finding.node and incident.domain is None:
+            part = self._family(incident.cause_rule) == lead[0] and as_of - at <= REOPEN
+            if part and incident.state == "open":
+                return incident
+            if part:
+                lead = (lead[0], incident.node, incident.entity)
+        incident = self._reopened(lead, as_of)
+        if incident is not None:
+            self._lead(incident, finding, policy)
+            self._note(incident, as_of, "reopened", finding.id, finding.reason)
+        return incident
+
+    def _key(self, finding: Finding) -> tuple[str, str, str]:
+        return (self._family(finding.rule), finding.node, finding.entity)
+
     def _reopened(self, key: tuple[str, str, str], as_of: datetime) -> Incident | None:
         incident = self._ended.get(key)
         if incident is None or incident.resolved_at is None or as_of - incident.resolved_at > REOPEN:
             return None
-        for one in self._keys(incident):
-            if self._ended.get(one) is incident:
-                del self._ended[one]
+        del self._ended[key]
         incident.state, incident.resolved_at, incident.cause = "open", None, None
         incident.reopened += 1
         incident.again_at = as_of
         return incident
 
     def _resolved(self, incident: Incident, finding: Finding, as_of: datetime) -> None:
+        self._was[self._key(finding)] = (incident, as_of)
         self._holder.pop(finding.id, None)
         there = incident.members.get(finding.node, {})
         there.pop(finding.id, None)
@@ -369,13 +392,20 @@ class Incidents:
             if not parents and len(nodes) < LEAST:
                 continue
             domains = domains or Domains.read(read, as_of)
-            self._join(parents, grown[family], domains, as_of)
-            self._part(family, [one for one in those if one.domain is None], domains, as_of)
+            alone = [one for one in those if one.domain is None]
+            self._join(family, parents, grown[family], alone, domains, as_of)
+            self._part(family, alone, domains, as_of)
         if domains is not None:
             self._swallow(as_of)
 
     def _join(
-        self, parents: Sequence[Incident], grown: Sequence[Incident], domains: Domains, as_of: datetime
+        self,
+        family: str,
+        parents: Sequence[Incident],
+        grown: Sequence[Incident],
+        alone: Sequence[Incident],
+        domains: Domains,
+        as_of: datetime,
     ) -> None:
         """Latecomers: their domain is in trouble already."""
         for parent in parents:
@@ -384,14 +414,24 @@ class Incidents:
                 continue  # what a rule says of a domain as a whole is no sum of nodes
             own = self._policies[parent.cause_rule].covers == "node"
             last = max((one.fired_at for one in parent.active if one.fired_at), default=parent.opened_at)
-            if own or as_of - last <= LATE:
-                inside = domains.nodes(domain)
-                late = [one for one in grown if one.state == "open" and one.members.keys() <= inside]
-                late = [one for one in late if one is not parent and one.members]
-                if as_of - last > SPREAD.get(parent.cause_rule, ABSORB):
-                    late = [one for one in late if self._is_like(one, parent)]
-                if late:
-                    self._spread([parent, *late], parent.cause_rule, domain, domains, as_of)
+            if not own and as_of - last > LATE:
+                continue
+            inside = domains.nodes(domain)
+            rests = as_of - last > SPREAD.get(parent.cause_rule, ABSORB)
+            late = self._young(family, alone, as_of) if rests else grown
+            late = [one for one in late if one.state == "open" and one.members.keys() <= inside]
+            late = [one for one in late if one is not parent and one.members]
+            if rests:
+                late = [one for one in late if self._is_like(one, parent)]
+                if not self._is_hit(parent, late if as_of - last <= LATE else (), domain, domains):
+                    continue  # it is over, but for a few: what fails now has a cause of its own
+            if late:
+                self._spread([parent, *late], parent.cause_rule, domain, domains, as_of)
+
+    def _is_hit(self, parent: Incident, late: Sequence[Incident], domain: Domain, domains: Domains) -> bool:
+        """Whether the domain is in trouble, not only some nodes that did not recover with it."""
+        found = [finding for one in (parent, *late) for finding in self._causes(one, None)]
+        return domains.is_hit(domain, {finding.node for finding in found if finding.state == "firing"})
 
     def _is_like(self, late: Incident, parent: Incident) -> bool:
         """Whether it fails as the domain does; a card that fails in another way has its own cause."""
@@ -401,16 +441,20 @@ class Incidents:
             for one in self._causes(late, None)
         )
 
-    def _part(self, family: str, those: Sequence[Incident], domains: Domains, as_of: datetime) -> None:
-        """The domains that are hit now."""
+    def _young(self, family: str, those: Iterable[Incident], as_of: datetime) -> list[Incident]:
+        """Those that are young, or in which a cause fired in this pass."""
         window = SPREAD.get(family, ABSORB)
-        grown = self._grown
-        fresh = [
+        return [
             one
             for one in those
-            if one.state == "open" and one.members
-            and (as_of - one.opened_at <= window or id(one) in grown)
-        ]  # fmt: skip
+            if one.state == "open"
+            and one.members
+            and (as_of - one.opened_at <= window or id(one) in self._grown)
+        ]
+
+    def _part(self, family: str, those: Sequence[Incident], domains: Domains, as_of: datetime) -> None:
+        """The domains that are hit now."""
+        fresh = self._young(family, those, as_of)
         hit = {node for one in fresh for node in one.members if node}
         policy = self._policies.get(fresh[0].cause_rule) if fresh else None
         if policy is None or len(hit) < LEAST:
@@ -474,7 +518,6 @@ class Incidents:
             for node in other.members:
                 self._at.get(node, {}).pop(id(other), None)
             other.members = {}
-            first.had |= other.had
             first.opened_at = min(first.opened_at, other.opened_at)
             first.severity = min(first.severity, other.severity)  # crit < warn
             self._grown.pop(id(other), None)
@@ -569,7 +612,6 @@ class Incidents:
 
     def _add(self, incident: Incident, finding: Finding) -> None:
         incident.members.setdefault(finding.node, {})[finding.id] = finding
-        incident.had.add(finding.key)
         self._holder[finding.id] = incident
         self._at.setdefault(finding.node, {})[id(incident)] = incident
 
@@ -580,17 +622,7 @@ class Incidents:
 
     def _may_return(self, incident: Incident) -> None:
         if not (incident.cause or "").startswith(MERGED):
-            self._ended |= dict.fromkeys(self._keys(incident), incident)
-
-    def _keys(self, incident: Incident) -> set[tuple[str, str, str]]:
-        """What may open it again: its cause, on any part of its node that had it."""
-        family = self._family(incident.cause_rule)
-        parts = {
-            (family, node, entity)
-            for rule, node, entity in incident.had
-            if node and node == incident.node and self._family(rule) == family
-        }
-        return {*parts, (family, incident.node, incident.entity)}
+            self._ended[self._family(incident.cause_rule), incident.node, incident.entity] = incident
 
     def _lead(self, incident: Incident, finding: Finding, policy: Policy) -> None:
         """This finding is its cause from now on."""

@@ -7,18 +7,20 @@ fails or takes too long is reported and left out of the pass; the others go on.
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 import duckdb
 
 from gpufleet_collector import baselines, findings, inventory, people, views
-from gpufleet_collector.findings import BAD, Finding, Policy, Verdict
+from gpufleet_collector.findings import BAD, Evidence, Finding, Policy, Verdict
 from gpufleet_collector.incidents import Incidents, rank
 from gpufleet_collector.limits import JudgeSettings, check_settings, compile_limits, limits_view
 from gpufleet_collector.rules import NO_PROBE, WAITS, Rule, install, load_rules, one_line, reads, seconds
@@ -30,6 +32,12 @@ AWAY = timedelta(seconds=30)
 """A longer time without a pass (and three intervals) means that the collector was away: it proves nothing."""
 
 KNOWN = ("ok", "warn", "crit", "unknown", "n/a")
+
+LOOKS_BACK = 2
+"""Intervals that a sample may be on its way and still be counted when a newer one overtook it."""
+
+WORTH_TWO_S = 0.3
+"""Rules that took so long together are asked in two threads; less is not worth sharing things twice."""
 
 SHARED = ("expected_at", "card_list", "node_list", "port_list", "port_model", "bench_series")
 """Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
@@ -70,6 +78,7 @@ class _Answer:
 
     run: RuleRun
     verdicts: Sequence[Verdict]
+    """Those of older samples first."""
     gone: frozenset[tuple[str, str]]
     """Entities with a finding that the rule no longer names."""
 
@@ -117,9 +126,11 @@ class Judge:
         self._closed = people.Closed(0, {}, {})
         self._ended: dict[tuple[str, str, str], tuple[datetime, ...]] = {}
         self._pairs: object = None
+        self._compiled: set[tuple[str, str]] | None = None
         self._renames: object = None
         self._made: dict[str, str] = {}
         self._shown: dict[str, tuple[object, ...]] = {}
+        self._took: dict[str, float] = {}
         self._warm_until: datetime | None = None
         self._awaited: set[str] = set()
         self._waiting_since: datetime | None = None
@@ -144,7 +155,7 @@ class Judge:
         self._made = install(self._store, self._rules, [limits_view(rule) for rule in self._rules])
         views.create(self._store)
         self._store.checkpoint()  # no replay of a log has to make them again
-        self._pairs = None
+        self._pairs = self._compiled = None
 
     def compile(self, as_of: datetime) -> None:
         """Write table `limits` again when a node or card model came or went."""
@@ -157,14 +168,17 @@ class Judge:
             ).fetchone()
             if mark == self._pairs:
                 return
-            pairs = read.execute(
-                "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
-                "UNION SELECT node, '' FROM node_list($at)",
-                {"at": as_of},
-            ).fetchall()
-        with self._store.transaction() as write:
-            compile_limits(write, self._rules, self._settings, pairs)
-        self._pairs = mark
+            pairs = set(
+                read.execute(
+                    "SELECT DISTINCT node, coalesce(model, '') FROM card_list($at) "
+                    "UNION SELECT node, '' FROM node_list($at)",
+                    {"at": as_of},
+                ).fetchall()
+            )
+        if pairs != self._compiled:  # mostly it is a port or an attribute that changed
+            with self._store.transaction() as write:
+                compile_limits(write, self._rules, self._settings, pairs)
+        self._pairs, self._compiled = mark, pairs
 
     def run_pass(self, as_of: datetime) -> PassReport:
         """Run the rules that are due at `as_of` (collector's clock, UTC) and store what follows."""
@@ -179,11 +193,12 @@ class Judge:
             self._follow_renames(read)
             self._begin(read, as_of)
             due = [rule for rule in self._rules if self._is_due(self.policies[rule.name], as_of)]
-            self._share(read, due, as_of)
-            answers = [self._ask(read, rule, as_of) for rule in due]
+            answers = self._ask_all(due, as_of)
             booted = self._boots(read, answers, as_of)
+            answers = [self._with_overtaken(read, answer, booted, as_of) for answer in answers]
         report.warming_up = self.warming_up
         report.runs = [answer.run for answer in answers]
+        self._took |= {run.rule: run.seconds for run in report.runs}
         try:
             self._conclude(answers, booted, as_of, report)
         except BaseException:
@@ -261,6 +276,36 @@ class Judge:
             self._warm_until = self._waiting_since = None
             log.info("judge: warmed up, %d known agents are not back", len(self._awaited))
 
+    def _ask_all(self, due: Sequence[Rule], as_of: datetime) -> list[_Answer]:
+        """Run these rules, in two threads where they take long: the engine runs each in the one that asks."""
+
+        def ask(rules: Sequence[Rule]) -> list[_Answer]:
+            with self._store.reader(LIVE) as read:
+                self._share(read, rules, as_of)
+                return [self._ask(read, rule, as_of) for rule in rules]
+
+        halves = self._halves(due)
+        if len(halves) == 1:
+            return ask(due)
+        with ThreadPoolExecutor(len(halves)) as pool:
+            answers = {answer.run.rule: answer for some in pool.map(ask, halves) for answer in some}
+        return [answers[rule.name] for rule in due]
+
+    def _halves(self, due: Sequence[Rule]) -> list[list[Rule]]:
+        """Two parts that took about as long last time; what works on the series of benches stays together."""
+        took = {rule.name: self._took.get(rule.name, 0.0) for rule in due}
+        if sum(took.values()) < WORTH_TWO_S or len(os.sched_getaffinity(0)) < 2:
+            return [list(due)]
+        alike: dict[str, list[Rule]] = {}
+        for rule in due:
+            alike.setdefault(SHARED[-1] if SHARED[-1] in self._uses[rule.name] else rule.name, []).append(
+                rule
+            )
+        halves: tuple[list[Rule], list[Rule]] = ([], [])
+        for some in sorted(alike.values(), key=lambda those: -sum(took[one.name] for one in those)):
+            min(halves, key=lambda half: sum(took[one.name] for one in half)).extend(some)
+        return [half for half in halves if half]
+
     def _share(self, read: duckdb.DuckDBPyConnection, due: Sequence[Rule], as_of: datetime) -> None:
         """Let `SHARED` macros that two rules or more use read a table of this cursor's own, made once."""
         users = Counter(name for rule in due for name in self._uses[rule.name])
@@ -304,34 +349,68 @@ class Judge:
     def _verdicts(
         self, read: duckdb.DuckDBPyConnection, rule: Rule, as_of: datetime
     ) -> tuple[dict[str, int], Sequence[Verdict], frozenset[tuple[str, str]]]:
-        tracked = [finding for finding in self._tracked.values() if finding.rule == rule.name]
-        given = [[finding.node for finding in tracked], [finding.entity for finding in tracked]]
-        at = as_of.isoformat(" ")
-        read.execute(f"CREATE OR REPLACE TEMP TABLE said AS SELECT * FROM find_{rule.name}(TIMESTAMP '{at}')")
-        counts = dict(
-            read.execute("SELECT coalesce(verdict, 'NULL'), count(*) FROM said GROUP BY 1").fetchall()
-        )
-        if not tracked and not counts.keys() & BAD:
-            return counts, (), frozenset()
-        # an agent may leave out any cell: words made of it are NULL then, and an entity is none
+        tracked = {(one.node, one.entity) for one in self._tracked.values() if one.rule == rule.name}
+        wanted, given = "verdict IN ('warn', 'crit')", []
+        if tracked:
+            wanted += f" OR {_GIVEN}"
+            given = [list(column) for column in zip(*tracked, strict=True)]
+        # one statement: it costs less than a table of all that is said, which is asked for counts and rows
         rows = read.execute(
-            "SELECT node, entity, verdict, code, observed, expected, unit, evidence_at, "
-            "coalesce(reason, code), detail::VARCHAR FROM said "
-            "WHERE node IS NOT NULL AND entity IS NOT NULL AND code IS NOT NULL "
-            "AND (verdict IN ('warn', 'crit') OR verdict = 'ok' AND (node, entity) IN "
-            "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))) ORDER BY node, entity",
+            f"WITH said AS MATERIALIZED (FROM find_{rule.name}(TIMESTAMP '{as_of.isoformat(' ')}')) "
+            f"SELECT coalesce(verdict, 'NULL'), count(*){', NULL' * 9} FROM said GROUP BY 1 UNION ALL "
+            "SELECT verdict, NULL, node, entity, code, observed, expected, unit, evidence_at, "
+            f"coalesce(reason, code), detail::VARCHAR FROM said WHERE {wanted}",
             given,
         ).fetchall()
-        named = (
-            tracked
-            and read.execute(
-                "SELECT node, entity FROM said WHERE (node, entity) IN "
-                "(SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))",
-                given,
-            ).fetchall()
-        )
-        gone = frozenset((finding.node, finding.entity) for finding in tracked) - frozenset(named)
-        return counts, [Verdict(*row) for row in rows], gone
+        counts = {verdict: count for verdict, count, *_ in rows if count is not None}
+        named = {(node, entity) for _, count, node, entity, *_ in rows if count is None}
+        verdicts = [
+            Verdict(node, entity, verdict, code, *rest)
+            for verdict, count, node, entity, code, *rest in rows
+            # an agent may leave out any cell: words made of it are NULL then, and an entity is none
+            if count is None and verdict in ("ok", *BAD) and None not in (node, entity, code)
+        ]
+        verdicts.sort(key=lambda one: (one.node, one.entity))
+        return counts, verdicts, frozenset(tracked - named)
+
+    def _with_overtaken(
+        self,
+        read: duckdb.DuckDBPyConnection,
+        answer: _Answer,
+        booted: Mapping[str, datetime],
+        as_of: datetime,
+    ) -> _Answer:
+        """Put the samples before the newest that were in after the last pass before what the rule said.
+
+        Of two samples that arrive between two passes the rule judges the newer one. So where that is bad and
+        nothing has fired yet, the rule is asked again for an interval ago, with the rows that are here now,
+        and once more if that is still the same sample. What was seen then is known by its time and counts
+        once.
+        """
+        policy = self.policies[answer.run.rule]
+        newest = {
+            (verdict.node, verdict.entity): verdict.evidence_at
+            for verdict in answer.verdicts
+            if policy.each_sample and self._is_open(policy, verdict, booted)
+        }
+        older: list[Verdict] = []
+        began, at = time.perf_counter(), as_of
+        with suppress(duckdb.Error), self._bounded(read):  # without them the newest samples count alone
+            for _ in range(LOOKS_BACK):
+                if not newest:
+                    break
+                at -= timedelta(seconds=policy.every_s)
+                rows = read.execute(
+                    f"SELECT {_CELLS} FROM find_{policy.rule}(TIMESTAMP '{at.isoformat(' ')}') "
+                    f"WHERE {_NAMED} AND {_GIVEN} ORDER BY node, entity",
+                    [[node for node, _ in newest], [entity for _, entity in newest]],
+                ).fetchall()
+                said = [Verdict(*row) for row in rows]
+                older += [one for one in said if one.evidence_at != newest[one.node, one.entity]]
+                same = {(one.node, one.entity) for one in said} - {(one.node, one.entity) for one in older}
+                newest = {key: newest[key] for key in newest if key in same}
+        run = replace(answer.run, seconds=answer.run.seconds + time.perf_counter() - began)
+        return replace(answer, run=run, verdicts=(*older, *answer.verdicts))
 
     def _boots(
         self, read: duckdb.DuckDBPyConnection, answers: Sequence[_Answer], as_of: datetime
@@ -372,7 +451,7 @@ class Judge:
         with self._store.transaction() as write, self._store.reader(LIVE) as read:
             over = self._follow_people(write)
             changes = [change for change in changes if change[0].id not in over]
-            fresh = [finding for finding, _ in changes if finding.id == 0]
+            fresh = list({finding.key: finding for finding, _ in changes if finding.id == 0}.values())
             for finding, number in zip(fresh, findings.new_ids(write, len(fresh)), strict=True):
                 finding.id = number
             self._incidents.take(changes, as_of, read)
@@ -387,8 +466,8 @@ class Judge:
             write.execute("INSERT INTO live.judge_state VALUES (?)", [as_of])
         self._incidents.forget(as_of)
         for finding, change in changes:
-            if change in ("dropped", "resolved"):
-                self._tracked.pop(finding.key, None)
+            if change in ("dropped", "resolved") and self._tracked.get(finding.key) is finding:
+                del self._tracked[finding.key]
             if change == "resolved":
                 self._ended[finding.key] = finding.flaps
         lately = as_of - findings.FLAP_SPAN
@@ -430,7 +509,7 @@ class Judge:
         changes: list[tuple[Finding, str]] = []
         for verdict in answer.verdicts:
             bad = verdict.verdict in BAD
-            if bad and (self._too_early(policy, verdict, booted) or (policy.absence and self.warming_up)):
+            if bad and self._is_excused(policy, verdict, booted):
                 continue
             finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
             if finding is not None:
@@ -443,12 +522,32 @@ class Judge:
                 continue
             if change:
                 changes.append((finding, change))
+            if change == "dropped":  # the next verdict on it may begin anew
+                del self._tracked[finding.key]
         for node, entity in sorted(answer.gone):
             finding = self._tracked[(policy.rule, node, entity)]
             changes.append(
                 (finding, self._end(finding, "no longer judged: not expected and not there", as_of))
             )
         return changes
+
+    def _is_open(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
+        """Whether it is new evidence, and fires with one more like it: the sample before it matters."""
+        if verdict.verdict not in BAD or verdict.evidence_at is None:
+            return False
+        finding = self._tracked.get((policy.rule, verdict.node, verdict.entity))
+        if finding is None:
+            if self._is_excused(policy, verdict, booted) or not self._is_news(policy, verdict):
+                return False
+        elif finding.state != "pending" or verdict.evidence_at <= finding.last_evidence_at:
+            return False
+        said = Evidence(verdict.evidence_at, verdict.verdict, verdict.code)
+        before = finding.evidence if finding else ()
+        return findings.worst_reached(policy, (said, said, *before)) is not None
+
+    def _is_excused(self, policy: Policy, verdict: Verdict, booted: Mapping[str, datetime]) -> bool:
+        """Whether it does not count, however bad."""
+        return self._too_early(policy, verdict, booted) or (policy.absence and self.warming_up)
 
     def _is_news(self, policy: Policy, verdict: Verdict) -> bool:
         """Whether it is newer than what a person has closed."""
@@ -511,6 +610,18 @@ class Judge:
                     run.seconds if run else None, *counts,
                 ],
             )  # fmt: skip
+
+
+_CELLS = (
+    "node, entity, verdict, code, observed, expected, unit, evidence_at, coalesce(reason, code), "
+    "detail::VARCHAR"
+)
+"""Of a rule's row, as `Verdict` takes them."""
+
+_NAMED = "node IS NOT NULL AND entity IS NOT NULL AND code IS NOT NULL"
+"""An agent may leave out any cell: words made of it are NULL then, and an entity is none."""
+
+_GIVEN = "(node, entity) IN (SELECT (unnest(?::VARCHAR[]), unnest(?::VARCHAR[])))"
 
 
 def shared(names: Iterable[str], as_of: datetime) -> Iterator[str]:

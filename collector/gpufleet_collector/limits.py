@@ -147,24 +147,29 @@ def compile_limits(
     pairs: Iterable[tuple[str, str]],
 ) -> None:
     """Write table `limits` anew for these (node, model) pairs. Call inside `Store.transaction()`."""
-    rows: list[tuple[str, str, str, str, float, str, str]] = []
     everyone = sorted(set(pairs))
-    for rule in rules:
-        same: dict[tuple[str, str], Mapping[str, tuple[float, str, str]]] = {}
-        for node, model in everyone:
-            key = (node if node in settings.node else "", model)
-            if key not in same:
-                same[key] = layered(rule, settings, node, model)
-            rows += [
-                (rule.name, name, node, model, value, layer, source)
-                for name, (value, layer, source) in same[key].items()
-            ]
+    own = [node if node in settings.node else "" for node, _ in everyone]  # all others have the same limits
+    rows = [
+        (rule.name, name, node, model, value, layer, source)
+        for rule in rules
+        for node, model in sorted({(key, model) for key, (_, model) in zip(own, everyone, strict=True)})
+        for name, (value, layer, source) in layered(rule, settings, node, model).items()
+    ]
     write.execute("DELETE FROM live.limits")
     write.execute(
         "INSERT INTO live.limits (rule, name, node, model, value, layer, source) "
-        "SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[]), "
-        "unnest(?::DOUBLE[]), unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
-        [[row[at] for row in rows] for at in range(7)],
+        "SELECT r.rule, r.name, p.node, r.model, r.value, r.layer, r.source FROM ("
+        "SELECT unnest(?::VARCHAR[]) AS rule, unnest(?::VARCHAR[]) AS name, unnest(?::VARCHAR[]) AS own, "
+        "unnest(?::VARCHAR[]) AS model, unnest(?::DOUBLE[]) AS value, unnest(?::VARCHAR[]) AS layer, "
+        "unnest(?::VARCHAR[]) AS source) r JOIN ("
+        "SELECT unnest(?::VARCHAR[]) AS node, unnest(?::VARCHAR[]) AS model, unnest(?::VARCHAR[]) AS own"
+        ") p ON p.own = r.own AND p.model = r.model ORDER BY r.rule",
+        [
+            *([row[at] for row in rows] for at in range(7)),
+            [node for node, _ in everyone],
+            [model for _, model in everyone],
+            own,
+        ],
     )
 
 

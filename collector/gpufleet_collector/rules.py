@@ -112,6 +112,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_severity: The worst it may become.
         latch: Never clears by itself.
         weight: What a run costs, in runs of an ordinary rule: by it rules take turns.
+        each_sample: Counts also a sample that the next one overtook before a pass saw it: its samples come as
+            often as it runs.
         absence: Judges that something did not arrive; bad verdicts do not count while the collector warms up.
         shadow: Judged and recorded, but changes no state and opens no incident.
         limits: Default thresholds.
@@ -131,6 +133,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_severity: str = "crit"
     latch: bool = False
     weight: float = 1
+    each_sample: bool = False
     absence: bool = False
     shadow: bool = False
     limits: dict[str, DefaultLimit] = {}

@@ -547,3 +547,148 @@ def test_a_simulated_rack_that_loses_its_agents_is_one_incident_with_its_name(
     assert str(fleet.sql("SELECT title FROM incident")[0][0]).startswith("rack r2: 6 of 6 nodes: ")
     fleet.run(60, judge, every=10)
     assert [row[4] for row in fleet.incidents()] == ["resolved"]
+
+
+# ---- a second trouble of the same kind
+
+
+def ports(nodes: Iterable[str]) -> list[tuple[str, str, str]]:
+    return [("port_down", node, "port:mlx5_0/1") for node in nodes]
+
+
+def test_a_node_outside_a_domain_in_trouble_is_its_own_incident(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*ports(nodes[200:300]), *ports(nodes[300:400]))
+    desk.tell(*ports(nodes[700:701]), after=600)
+    assert [row[2:] for row in desk.open()] == [
+        ("", "domain:leaf_switch=leaf1"),
+        (nodes[700], "port:mlx5_0/1"),
+    ]
+
+
+@pytest.mark.parametrize("after", [5.0, 120.0, 900.0])
+def test_two_switches_one_after_the_other_are_two(desk: Desk, after: float) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*ports(nodes[200:400]))
+    desk.tell(*ports(nodes[600:800]), after=after)
+    desk.restart()
+    desk.tell(("clock_skew", nodes[0], "node:"))
+    assert [row[3] for row in desk.open()][:2] == ["domain:leaf_switch=leaf1", "domain:leaf_switch=leaf3"]
+    assert desk.sql(
+        "SELECT incident, count(*) FROM finding WHERE rule = 'port_down' GROUP BY 1 ORDER BY 1"
+    ) == [
+        (1, 200),
+        (2, 200),
+    ]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("rule", ["port_down", "agent_silent"])
+def test_a_trouble_in_a_domain_that_is_well_again_but_for_one_is_its_own(
+    desk: Desk, rule: str, restart: bool
+) -> None:
+    nodes = switched_fleet(desk)
+    hit = [(rule, node, "node:" if rule == "agent_silent" else "port:mlx5_0/1") for node in nodes[200:400]]
+    desk.tell(*hit)
+    desk.tell(over=hit[1:], after=300)
+    if restart:
+        desk.restart()
+    desk.tell(hit[7], after=900)
+    assert [row[2:] for row in desk.open()] == [("", "domain:leaf_switch=leaf1"), hit[7][1:]]
+    desk.tell(*hit[8:180], after=60)
+    assert [row[3] for row in desk.open()] == ["domain:leaf_switch=leaf1"], "the switch again: one incident"
+
+
+def test_a_switch_that_fails_again_long_after_is_news_though_one_node_never_came_back(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*silent(nodes[200:400]))
+    desk.tell(over=silent(nodes[201:400]), after=300)
+    desk.tell(*silent(nodes[201:400]), after=86400)
+    assert [row[0] for row in desk.open()] == [1, 2]
+    assert desk.sql("SELECT DISTINCT incident FROM finding WHERE state = 'firing' ORDER BY 1") == [(1,), (2,)]
+
+
+def test_a_node_follows_its_domain_while_that_is_in_trouble(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*ports(nodes[200:399]))
+    desk.tell(*ports(nodes[399:400]), after=900)
+    assert [row[3] for row in desk.open()] == ["domain:leaf_switch=leaf1"]
+
+
+# ---- the same again, on one node
+
+
+def test_two_cards_of_a_host_lost_ten_minutes_apart_are_two(desk: Desk) -> None:
+    node = names(1)[0]
+    first, second = (("gpu_missing", node, card(node, number)) for number in (2, 5))
+    desk.tell(first, code="lost_at_run_time")
+    desk.tell(second, code="lost_at_run_time", after=600)
+    assert [row[3] for row in desk.open()] == [first[2], second[2]]
+    desk.tell(over=[first, second])
+    desk.tell(second, after=60)
+    assert desk.sql("SELECT number, state, reopened FROM incident ORDER BY 1") == [
+        (1, "resolved", 0),
+        (2, "open", 1),
+    ]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("again", [[0, 1], [1], [3, 2]])
+def test_parts_that_were_one_are_that_one_when_they_fail_again(
+    desk: Desk, restart: bool, again: list[int]
+) -> None:
+    node = names(1)[0]
+    cards = [("gpu_missing", node, card(node, number)) for number in range(4)]
+    desk.tell(*cards)
+    desk.tell(over=cards, after=60)
+    if restart:
+        desk.restart()
+    desk.tell(*(cards[number] for number in again), after=1200)
+    assert desk.sql("SELECT number, state, reopened FROM incident") == [(1, "open", 1)]
+    desk.tell(("gpu_missing", node, card(node, 7)), after=600)
+    assert [row[0] for row in desk.open()] == [1, 2], "that one was no part of it"
+
+
+def test_a_part_that_fails_again_half_an_hour_later_is_new(desk: Desk) -> None:
+    node = names(1)[0]
+    cards = [("gpu_missing", node, card(node, number)) for number in range(2)]
+    desk.tell(*cards)
+    desk.tell(over=cards, after=60)
+    desk.tell(cards[1], after=1900)
+    assert [row[0] for row in desk.open()] == [2]
+
+
+def test_what_a_lost_card_had_caused_is_no_lost_card_when_it_comes_again(desk: Desk) -> None:
+    node = names(1)[0]
+    lost = ("gpu_missing", node, card(node, 3))
+    effect = ("nvlink_down", node, card(node, 4))
+    desk.tell(lost, effect)
+    desk.tell(over=[effect], after=60)
+    desk.tell(over=[lost])
+    desk.tell(effect, after=600)
+    assert [(row[0], row[1]) for row in desk.open()] == [(2, "nvlink_down")]
+
+
+def test_another_card_in_the_slot_is_another_cause_and_the_same_slot_the_same(desk: Desk) -> None:
+    node, slot = names(1)[0], "pci:0000:61:00.0"
+    desk.part(node, card(node, 3), pci="0000:61:00.0")
+    lost, narrow = ("gpu_missing", node, card(node, 3)), ("pcie_width", node, slot)
+    desk.tell(lost)
+    desk.tell(narrow, after=900)
+    desk.tell(over=[lost])  # the slot's trouble outlives it
+    desk.tell(over=[narrow])
+    desk.part(node, "gpu:GPU-new", pci="0000:61:00.0")  # swapped
+    desk.tell(("gpu_missing", node, "gpu:GPU-new"), after=300)
+    desk.tell(narrow, after=900)
+    assert [row[1:] for row in desk.open()] == [
+        ("pcie_width", node, slot),
+        ("gpu_missing", node, "gpu:GPU-new"),
+    ]
+
+
+def test_what_a_person_closed_is_the_same_when_it_fails_again_soon(desk: Desk) -> None:
+    nodes = switched_fleet(desk)
+    desk.tell(*ports(nodes[200:400]))
+    desk.incidents.closed(1, desk.at, "closed by ann: switch replaced")
+    desk.tell(*ports(nodes[200:400]), after=600)
+    assert desk.sql("SELECT number, state, reopened FROM incident") == [(1, "open", 1)]

@@ -1,10 +1,11 @@
 """What a pass shares between its rules, and how rules take turns."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from gpufleet_collector import explain
 from gpufleet_collector import judge as judging
 from gpufleet_collector.findings import Policy
 from gpufleet_collector.judge import SHARED, Judge, phases, shared
-from gpufleet_collector.limits import JudgeSettings
+from gpufleet_collector.limits import JudgeSettings, compile_limits
 from gpufleet_collector.rules import load_rules
-from gpufleet_collector.store import LIVE, Store
+from gpufleet_collector.store import LIVE, Store, StoreBroken
 
 if TYPE_CHECKING:
     from tests.collector.judge.conftest import Fleet
@@ -102,6 +103,81 @@ def test_rules_go_on_where_nothing_can_be_shared(
     (report,) = fleet.run(5, judge)
     assert [run.status for run in report.runs] == ["ok", "ok"]
     assert fleet.find("gpu_missing", node.cards[0].entity)[:2] == ("ok", "present")
+
+
+def test_two_threads_say_what_one_says(
+    store: Store, fleet: "Fleet", judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = fleet.add("gpu-001").cards
+    fleet.add("gpu-002")
+    fleet.run(60, judge)
+    cards[1].state, cards[2].listed, cards[4].util = "lost", False, None
+    fleet.run(5)
+    due = [rule for rule in load_rules() if not judge.unmade(rule.name)]
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 0.0)
+    halves = judge._halves(due)
+    asked = judge._ask_all(due, fleet.at)
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 1e9)
+    alone = judge._ask_all(due, fleet.at)
+
+    assert len(halves) == min(2, len(os.sched_getaffinity(0)))
+    assert sorted(rule.name for half in halves for rule in half) == sorted(rule.name for rule in due)
+    series = {"bandwidth_regression", "bandwidth_regression_fleet", "bandwidth_regression_host"}
+    assert any(series <= {rule.name for rule in half} for half in halves)
+    assert [one.run.rule for one in asked] == [rule.name for rule in due]
+    assert {one.run.status for one in asked} == {"ok"}
+    assert [(one.run.counts, one.verdicts, one.gone) for one in asked] == [
+        (one.run.counts, one.verdicts, one.gone) for one in alone
+    ]
+    assert any(one.verdicts for one in asked)
+
+
+def test_what_goes_wrong_in_one_thread_ends_the_pass(
+    store: Store, fleet: "Fleet", judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.add("gpu-001")
+    fleet.run(10, judge)
+    monkeypatch.setattr(judging, "WORTH_TWO_S", 0.0)
+    fleet.run(5)
+    with monkeypatch.context() as broken:
+
+        def share(*_: object) -> None:
+            raise StoreBroken("no space left")
+
+        broken.setattr(judge, "_share", share)
+        with pytest.raises(StoreBroken, match="no space left"):
+            judge.run_pass(fleet.at)
+    report = judge.run_pass(fleet.at)
+    assert {run.status for run in report.runs if run.rule == "gpu_missing"} == {"ok"}
+
+
+def test_limits_are_compiled_anew_only_for_other_nodes_or_models(
+    store: Store, fleet: "Fleet", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[set[tuple[str, str]]] = []
+
+    def spy(write: Any, rules: Any, settings: Any, pairs: set[tuple[str, str]]) -> None:
+        compiled.append(pairs)
+        compile_limits(write, rules, settings, pairs)
+
+    monkeypatch.setattr(judging, "compile_limits", spy)
+    fleet.add("gpu-001")
+    judge = Judge(store, JudgeSettings())
+    fleet.run(5, judge)
+    with store.transaction() as write:
+        write.execute(
+            "INSERT INTO live.inventory BY NAME SELECT * REPLACE ('port:new' AS entity, 'port' AS kind, "
+            "NULL AS uuid, valid_from + INTERVAL 1 SECOND AS valid_from) FROM live.inventory "
+            "WHERE kind = 'gpu' LIMIT 1"
+        )
+    fleet.run(5, judge)
+    assert len(compiled) == 1, "a port changes no limit"
+    fleet.add("gpu-002")
+    fleet.run(5, judge)
+    assert {node for node, _ in compiled[-1]} == {"gpu-001", "gpu-002"}
+    judge._version = -1  # as after the store was opened again, perhaps empty
+    fleet.run(5, judge)
+    assert compiled[-1] == compiled[-2]
 
 
 def _due(rule: str, phase: timedelta, at_s: float) -> bool:

@@ -118,3 +118,48 @@ def test_rules_of_cards_find_the_same_live_restarted_and_replayed(
     finally:
         live.store.close()
         restarted.store.close()
+
+
+PAIRS = ("ok ok", "lost lost", "ok ok", "lost ok", "ok lost", "ok lost", "ok ok", "lost lost")
+"""A card's state in two samples that arrive together, after a pass that saw neither and before the next."""
+
+
+def play_pairs(fleet: "Fleet", restart: bool) -> Judge:
+    node = fleet.add("gpu-001", gpus=2, health=True)
+    fleet.run(30)
+    judge = Judge(fleet.store, JudgeSettings(), rules=RULES)
+    for pair in PAIRS:
+        fleet.at += timedelta(seconds=5)
+        judge.run_pass(fleet.at)
+        fleet.at -= timedelta(seconds=0.5)
+        sent = fleet.at
+        for state in pair.split():
+            node.cards[1].state = state
+            fleet.send()
+            fleet.at += timedelta(seconds=5)
+        fleet.at = sent + timedelta(seconds=5.5)
+        with fleet.store.transaction() as write:
+            for table in ("gpu", "agent", "host", "pci", "gpu_health"):
+                write.execute(
+                    f"UPDATE live.{table} SET received_at = ? WHERE ts >= ?",
+                    [fleet.at - timedelta(seconds=0.3), sent],
+                )
+        if restart:
+            judge = Judge(fleet.store, JudgeSettings(), rules=RULES)
+        judge.run_pass(fleet.at)
+    return judge
+
+
+def test_samples_that_arrive_two_at_a_time_are_found_the_same(
+    tmp_path_factory: pytest.TempPathFactory, new_fleet: "Callable[[Path | None], Fleet]"
+) -> None:
+    live, restarted = new_fleet(tmp_path_factory.mktemp("live")), new_fleet(None)
+    try:
+        judge = play_pairs(live, restart=False)
+        play_pairs(restarted, restart=True)
+        assert len(found(live.store)) == 2, "two lost in a row, twice, and never one between good ones"
+        assert found(restarted.store) == found(live.store)
+        assert replayed(live, judge) == sorted(found(live.store), key=str)
+    finally:
+        live.store.close()
+        restarted.store.close()

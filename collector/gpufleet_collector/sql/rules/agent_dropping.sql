@@ -2,6 +2,7 @@
 title         = "Data of an agent is lost"
 scope         = "node"
 every         = "20s"
+weight        = 0.5
 for           = "1 of 1"
 max_severity  = "warn"
 runbook       = "agent_dropping"

@@ -2,6 +2,7 @@
 title         = "Agent restarts again and again"
 scope         = "node"
 every         = "20s"
+weight        = 0.5
 for           = "1 of 1"
 max_severity  = "warn"
 runbook       = "agent_restarted"

@@ -2,6 +2,7 @@
 title         = "Agent silent"
 scope         = "node"
 every         = "5s"
+weight        = 0.5
 for           = "1 of 1"
 covers        = "node"
 absence       = true

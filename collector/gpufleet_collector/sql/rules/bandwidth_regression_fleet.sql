@@ -2,7 +2,7 @@
 title         = "All cards of a model slower than they were"
 scope         = "node"
 every         = "5m"
-weight        = 5
+weight        = 7
 for           = "2 of 3"
 runbook       = "bandwidth_regression_fleet"
 

@@ -2,6 +2,7 @@
 title         = "Wrong results without an error"
 scope         = "gpu"
 every         = "5m"
+weight        = 2
 for           = "1 of 1"
 also          = ["silent_corruption"]
 runbook       = "bench_corrupt"

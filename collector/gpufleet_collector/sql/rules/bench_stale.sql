@@ -2,7 +2,7 @@
 title         = "No benchmark of this card for long"
 scope         = "gpu"
 every         = "10m"
-weight        = 3
+weight        = 2
 for           = "2 of 2"
 max_severity  = "warn"
 runbook       = "bench_stale"

@@ -2,6 +2,7 @@
 title         = "Certificate is about to end"
 scope         = "node"
 every         = "1m"
+weight        = 0.5
 for           = "2 of 2"
 runbook       = "certificate_expiry"
 

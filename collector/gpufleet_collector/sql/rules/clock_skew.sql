@@ -2,6 +2,7 @@
 title         = "Clock of the host is wrong"
 scope         = "node"
 every         = "10s"
+weight        = 0.5
 for           = "2 of 3"
 clear_after   = "1m"
 max_severity  = "warn"

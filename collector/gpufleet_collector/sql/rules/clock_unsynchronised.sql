@@ -2,6 +2,7 @@
 title         = "Nothing keeps the clock right"
 scope         = "node"
 every         = "60s"
+weight        = 0.5
 for           = "4 of 5"
 min_duration  = "3m"
 boot_grace    = "15m"

@@ -2,7 +2,7 @@
 title         = "Training waits for data"
 scope         = "job"
 every         = "30s"
-weight        = 9
+weight        = 8
 for           = "3 of 5"
 clear_after   = "3m"
 runbook       = "data_starved"

@@ -4,6 +4,7 @@ scope         = "gpu"
 every         = "5s"
 for           = "2 of 2"
 covers        = "driver"
+each_sample   = true
 runbook       = "driver_hung"
 */
 

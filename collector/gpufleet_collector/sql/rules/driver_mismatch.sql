@@ -2,6 +2,7 @@
 title         = "Driver and library of two versions"
 scope         = "node"
 every         = "5s"
+weight        = 0.5
 for           = "2 of 2"
 covers        = "driver"
 runbook       = "driver_mismatch"

@@ -2,7 +2,6 @@
 title         = "Corrected memory errors keep coming"
 scope         = "gpu"
 every         = "60s"
-weight        = 2
 for           = "3 of 5"
 max_severity  = "warn"
 runbook       = "ecc_corrected"

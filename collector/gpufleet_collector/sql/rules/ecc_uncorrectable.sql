@@ -2,7 +2,7 @@
 title         = "Uncorrectable memory errors"
 scope         = "gpu"
 every         = "30s"
-weight        = 3
+weight        = 4
 for           = "1 of 1"
 runbook       = "ecc_uncorrectable"
 

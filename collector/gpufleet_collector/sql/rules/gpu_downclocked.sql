@@ -2,9 +2,11 @@
 title         = "Card runs below its clock under load"
 scope         = "gpu"
 every         = "5s"
+weight        = 3
 for           = "3 of 4"
 clear_after   = "5m"
 boot_grace    = "10m"
+each_sample   = true
 runbook       = "gpu_downclocked"
 also          = ["hw_brake"]
 

@@ -2,7 +2,7 @@
 title         = "Card hotter than its siblings"
 scope         = "gpu"
 every         = "20s"
-weight        = 3
+weight        = 1.5
 for           = "4 of 5"
 clear_after   = "5m"
 max_severity  = "warn"

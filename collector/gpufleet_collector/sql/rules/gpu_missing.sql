@@ -2,9 +2,11 @@
 title         = "Card missing"
 scope         = "gpu"
 every         = "5s"
+weight        = 1.5
 for           = "2 of 2"
 boot_grace    = "2m"
 covers        = "card"
+each_sample   = true
 runbook       = "gpu_missing"
 */
 

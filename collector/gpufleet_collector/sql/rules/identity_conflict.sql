@@ -2,6 +2,7 @@
 title         = "Two machines use one identity"
 scope         = "node"
 every         = "30s"
+weight        = 0.5
 for           = "1 of 1"
 clear_after   = "2m"
 max_severity  = "warn"

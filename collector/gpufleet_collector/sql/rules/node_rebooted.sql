@@ -2,6 +2,7 @@
 title         = "Host rebooted by itself"
 scope         = "node"
 every         = "20s"
+weight        = 0.5
 for           = "1 of 1"
 runbook       = "node_rebooted"
 

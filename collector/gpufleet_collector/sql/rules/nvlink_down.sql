@@ -2,7 +2,7 @@
 title         = "NVLinks down"
 scope         = "gpu"
 every         = "15s"
-weight        = 3
+weight        = 2
 for           = "3 of 5"
 min_duration  = "60s"
 boot_grace    = "10m"

@@ -2,7 +2,7 @@
 title         = "NVLink errors"
 scope         = "gpu"
 every         = "15s"
-weight        = 4
+weight        = 2.5
 for           = "3 of 10"
 boot_grace    = "10m"
 clear_after   = "10m"

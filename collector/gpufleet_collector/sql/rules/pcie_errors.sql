@@ -2,7 +2,7 @@
 title         = "PCIe errors"
 scope         = "pci"
 every         = "30s"
-weight        = 4
+weight        = 3
 for           = "2 of 3"
 for_code      = { fatal = "1 of 1", nonfatal = "1 of 1" }
 boot_grace    = "5m"

@@ -2,7 +2,7 @@
 title         = "PCIe link slower than it can be"
 scope         = "pci"
 every         = "30s"
-weight        = 5
+weight        = 3.5
 for           = "2 of 3"
 clear_after   = "2m"
 runbook       = "pcie_speed"

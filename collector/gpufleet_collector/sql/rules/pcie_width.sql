@@ -2,7 +2,7 @@
 title         = "PCIe link lost lanes"
 scope         = "pci"
 every         = "30s"
-weight        = 3
+weight        = 2.5
 for           = "2 of 2"
 clear_after   = "2m"
 runbook       = "pcie_width"

@@ -2,6 +2,7 @@
 title         = "Network port down or gone"
 scope         = "port"
 every         = "10s"
+weight        = 0.5
 for           = "3 of 3"
 clear_after   = "1m"
 boot_grace    = "5m"

@@ -2,6 +2,7 @@
 title         = "Network port slower than it was"
 scope         = "port"
 every         = "20s"
+weight        = 0.5
 for           = "3 of 3"
 clear_after   = "1m"
 boot_grace    = "5m"

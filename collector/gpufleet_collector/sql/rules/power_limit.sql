@@ -2,7 +2,6 @@
 title         = "Power limit below that of its peers"
 scope         = "gpu"
 every         = "30s"
-weight        = 2
 for           = "3 of 3"
 clear_after   = "1m"
 max_severity  = "warn"

@@ -2,6 +2,7 @@
 title         = "Process stuck in the kernel"
 scope         = "node"
 every         = "30s"
+weight        = 0.5
 for           = "2 of 2"
 clear_after   = "1m"
 runbook       = "process_unkillable"

@@ -2,6 +2,7 @@
 title         = "A rule does not run"
 scope         = "rule"
 every         = "20s"
+weight        = 0.5
 for           = "2 of 3"
 clear_after   = "1m"
 max_severity  = "warn"

@@ -2,7 +2,7 @@
 title         = "Sensor of a card is stuck"
 scope         = "gpu"
 every         = "60s"
-weight        = 3
+weight        = 2.5
 for           = "8 of 8"
 min_duration  = "10m"
 clear_after   = "5m"

@@ -2,7 +2,7 @@
 title         = "Card close to its slowdown temperature"
 scope         = "gpu"
 every         = "20s"
-weight        = 3
+weight        = 1.5
 for           = "3 of 3"
 clear_after   = "5m"
 max_severity  = "warn"

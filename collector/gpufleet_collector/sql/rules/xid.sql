@@ -2,6 +2,7 @@
 title         = "The driver reported an error"
 scope         = "gpu"
 every         = "5s"
+weight        = 1.5
 for           = "1 of 1"
 runbook       = "xid"
 
