@@ -39,7 +39,7 @@ LOOKS_BACK = 2
 WORTH_TWO_S = 0.3
 """Rules that took so long together are asked in two threads; less is not worth sharing things twice."""
 
-SHARED = ("expected_at", "card_list", "node_list", "port_list", "port_model", "bench_series")
+SHARED = ("expected_at", "found_by", "card_list", "node_list", "port_list", "port_model", "bench_series")
 """Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
 
 
