@@ -166,7 +166,7 @@ compared as (
     left join own o on o.node = r.node and o.model = r.model and o.key = r.key
 ),
 judged as (
-    select *, d - least(coalesce(c, 0), 0) as net, greatest(1 - warn_ratio, least(noise_z * s, 0.9)) as gate,
+    select * exclude (peers, n_own), d - least(coalesce(c, 0), 0) as net, greatest(1 - warn_ratio, least(noise_z * s, 0.9)) as gate,
            net < ln(1 - gate) as down
     from compared
 ),

@@ -65,7 +65,7 @@ judged as (
                 when used_pct is null and inodes_pct is null                  then 'no_size'
                 when read_only                                                then 'read_only'
                 -- /boot and the like are never far from the floor: nothing is written there while jobs run
-                when avail_gb < floor_gb and used_pct >= warn_pct and b.size >= 4e9 * floor_gb then 'full'
+                when avail_gb < floor_gb and used_pct >= warn_pct and b.size / 1e9 >= 4 * floor_gb then 'full'
                 when used_pct >= crit_pct and avail_gb <= crit_gb             then 'full'
                 when inodes_pct >= crit_pct                                   then 'no_inodes'
                 when used_pct >= warn_pct and avail_gb <= warn_gb             then 'filling'
