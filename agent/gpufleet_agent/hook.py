@@ -59,9 +59,8 @@ class Outcome:
     @property
     def status(self) -> int:
         """For the shell."""
-        cards = [
-            row for row in self.rows if row.get("entity") != "node:"
-        ]  # of the host: the bench itself failed
+        # what failed for the host as a whole is the bench itself: it says nothing about a card
+        cards = [row for row in self.rows if row.get("entity") != "node:"]
         if any(row["below"] or row["status"] in ("failed", "hung") for row in cards):
             return BELOW
         whole = self.rows and not self.ended and all(row["status"] == "ok" for row in self.rows)

@@ -39,7 +39,10 @@ LOOKS_BACK = 2
 WORTH_TWO_S = 0.3
 """Rules that took so long together are asked in two threads; less is not worth sharing things twice."""
 
-SHARED = ("expected_at", "found_by", "card_list", "node_list", "port_list", "port_model", "bench_series")
+SERIES = "bench_series"
+"""The dearest of what rules share."""
+
+SHARED = ("expected_at", "found_by", "card_list", "node_list", "port_list", "port_model", SERIES)
 """Shared macros of one argument, as_of: worked out once for all rules of a pass. Each before its users."""
 
 
@@ -298,9 +301,7 @@ class Judge:
             return [list(due)]
         alike: dict[str, list[Rule]] = {}
         for rule in due:
-            alike.setdefault(SHARED[-1] if SHARED[-1] in self._uses[rule.name] else rule.name, []).append(
-                rule
-            )
+            alike.setdefault(SERIES if SERIES in self._uses[rule.name] else rule.name, []).append(rule)
         halves: tuple[list[Rule], list[Rule]] = ([], [])
         for some in sorted(alike.values(), key=lambda those: -sum(took[one.name] for one in those)):
             min(halves, key=lambda half: sum(took[one.name] for one in half)).extend(some)
