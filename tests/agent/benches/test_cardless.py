@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.agent.benches.processes import alive
 
 from gpufleet_agent import lease
 from gpufleet_agent.bench import Settings, run_bench
@@ -97,14 +98,6 @@ def until(holds: Callable[[], object], limit_s: float = 90.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in (b"Z", b"X")
 
 
 @pytest.mark.parametrize("bench", HOST_BENCHES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.agent.benches.processes import alive
 
 from gpufleet_agent import gate, tool
 from gpufleet_agent.bench import Settings, run_bench
@@ -62,14 +63,6 @@ class Fake:
 @pytest.fixture
 def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in (b"Z", b"X")
 
 
 def until(holds: Callable[[], bool], limit_s: float = 60.0) -> None:

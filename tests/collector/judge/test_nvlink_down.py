@@ -167,25 +167,27 @@ def test_F03_links_train_after_the_driver_was_started_anew(fleet: "Fleet", judge
     assert fired(fleet) == ["some_down"]
 
 
-@pytest.mark.drill("nvlink_down", "not_judged")
-def test_a_split_card_has_no_links(fleet: "Fleet", judge: Judge) -> None:
+def split(fleet: "Fleet") -> "Node":
+    """A node whose card had links until MIG split it."""
     node = fleet.add("gpu-001", gpus=1, health=True)
     describe(fleet, node)
     card = node.cards[0]
     shown(fleet, card, 12)
     card.health["mig_enabled"] = True
     fleet.run(60)
+    return node
+
+
+@pytest.mark.drill("nvlink_down", "not_judged")
+def test_a_split_card_has_no_links(fleet: "Fleet", judge: Judge) -> None:
+    card = split(fleet).cards[0]
     sample(fleet, card, 0)
     assert fleet.find(RULE, card.entity)[:2] == ("n/a", "mig")
 
 
 def test_a_split_card_stays_split_while_its_health_is_not_read(fleet: "Fleet", judge: Judge) -> None:
-    node = fleet.add("gpu-001", gpus=1, health=True)
-    describe(fleet, node)
+    node = split(fleet)
     card = node.cards[0]
-    shown(fleet, card, 12)
-    card.health["mig_enabled"] = True
-    fleet.run(60)
     node.health = False
     polls(fleet, judge, card, [0] * 20)
     assert fleet.findings() == []
